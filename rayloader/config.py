@@ -1,0 +1,166 @@
+"""The options of a reader: every bound, its unit and its default stand here and only here."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_type_hints
+
+from rayloader.errors import OptionError
+
+MIB = 1 << 20
+PAGE = 4096
+"""Extents are rounded to this [bytes]: the page, and what O_DIRECT wants."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How one rank reads. Frozen; a changed copy comes from :meth:`replace`.
+
+    Raises:
+        OptionError: for a value out of range or a combination that cannot work.
+    """
+
+    # What and in which order
+    batch_size: int = 1
+    """Samples per batch and rank [samples], > 0."""
+    shuffle: bool = True
+    """Permute the catalog anew each epoch. An explicit list is never shuffled."""
+    seed: int = 0
+    """Seed of the permutation; the same on every rank."""
+    uneven: Literal["drop", "pad"] = "drop"
+    """What happens to the samples that do not divide by the ranks: at most W-1 are dropped,
+    or the epoch's first ones are read twice."""
+    drop_last: bool = False
+    """Leave out the short last batch."""
+    ordered: bool = True
+    """Deliver in the plan's order; ``False`` delivers batches as they complete."""
+
+    # How much at once
+    concurrency: int = 64
+    """Ceiling on reads in flight for this rank [reads], > 0."""
+    memory_bytes: int = 512 * MIB
+    """Bound on batches in memory: arena and part buffers together [bytes]."""
+    part_bytes: int = 8 * MIB
+    """A larger file is read as parallel ranges of this length [bytes]; a multiple of 4096."""
+    read_ahead_batches: int | None = None
+    """Batches read before the trainer asked for them [batches]; ``None``: as memory allows."""
+
+    # From where to where
+    deliver: bool = True
+    """``False`` reads and drops the bytes in the reader: a storage test without a consumer."""
+    direct: bool | Literal["fallback"] = False
+    """O_DIRECT. ``True``: a file system that refuses is an error; ``"fallback"``: it is read
+    through the page cache and counted on the receipt."""
+    drop_cache: bool = False
+    """Drop each file from the page cache before reading it (cold reads without root)."""
+    engine: Literal["auto", "native", "python"] = "auto"
+    """The POSIX engine: the C extension, or the same in Python."""
+    channel: Literal["auto", "local", "ray"] = "auto"
+    """How batches reach the trainer: shared memory, or Ray's object store."""
+    ray: str = "auto"
+    """Which Ray: ``auto`` (one this process has joined, else ``RAY_ADDRESS``, else a private
+    one), ``private``, ``cluster`` (the one running here), or an address ``host:port``."""
+    cpus: Literal["rank", "node"] = "rank"
+    """The CPUs of the reader: those its rank may use, or all of the node."""
+
+    # When things fail
+    on_error: Literal["raise", "skip"] = "raise"
+    """What an unreadable sample does: ends the epoch with its error, or is left out and listed."""
+    skip_budget_files: int = 1000
+    """With ``on_error="skip"``: samples per epoch and rank that may fail [samples]."""
+    skip_budget_share: float = 0.01
+    """With ``on_error="skip"``: share of the rank's samples in the epoch that may fail [0..1].
+    One sample may always fail."""
+    max_restarts: int = 3
+    """Consecutive restarts of the reader without a delivered batch [restarts]."""
+    start_timeout: float = 60.0
+    """Ray and the reader must be up within this [s]."""
+    stall_seconds: float = 30.0
+    """No batch for this long: one warning [s]."""
+    read_timeout: float = 300.0
+    """No progress of any read for this long: ``StorageStalled`` [s]."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            _require(getattr(self, name) in allowed, name, getattr(self, name), _list(allowed))
+        for name in ("batch_size", "concurrency", "memory_bytes", "part_bytes"):
+            _whole(self, name, least=1)
+        for name in ("max_restarts", "skip_budget_files"):
+            _whole(self, name, least=0)
+        _whole(self, "seed", least=None)
+        if self.read_ahead_batches is not None:
+            _whole(self, "read_ahead_batches", least=1)
+        for name in ("start_timeout", "stall_seconds", "read_timeout"):
+            _require(_number(getattr(self, name)) > 0, name, getattr(self, name), "seconds > 0")
+        share = self.skip_budget_share
+        _require(0 <= _number(share) <= 1, "skip_budget_share", share, "a share from 0 to 1")
+        for name in ("shuffle", "drop_last", "ordered", "deliver", "drop_cache"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "a bool")
+        _require(isinstance(self.ray, str), "ray", self.ray, "a string")
+        _require(self.concurrency <= 4096, "concurrency", self.concurrency, "at most 4096 reads")
+        _require(
+            self.part_bytes % PAGE == 0, "part_bytes", self.part_bytes, f"a multiple of {PAGE}"
+        )
+        _require(
+            self.memory_bytes >= 16 * PAGE, "memory_bytes", self.memory_bytes,
+            f"at least {16 * PAGE} bytes",
+        )
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Options:
+        """Options from a mapping of names to values.
+
+        Raises:
+            OptionError: for an unknown name (the nearest known one is suggested) or a bad value.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+                raise OptionError(f"unknown option {name!r}{hint}")
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> Options:
+        """A copy with some values changed, checked like a new one."""
+        return type(self).of({**self.asdict(), **changes})
+
+    def asdict(self) -> dict[str, Any]:
+        """Every option by name."""
+        return dataclasses.asdict(self)
+
+
+def _choices() -> dict[str, tuple[Any, ...]]:
+    """The options that take one of a few words, and these words."""
+    found = {}
+    for name, hint in get_type_hints(Options).items():
+        words = [word for part in (hint, *get_args(hint)) for word in get_args(part)]
+        literals = tuple(word for word in words if isinstance(word, str))
+        if literals:
+            found[name] = (True, False, *literals) if name == "direct" else literals
+    return found
+
+
+_CHOICES = _choices()
+
+
+def _require(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise OptionError(f"{name}={value!r}: must be {wanted}")
+
+
+def _list(words: tuple[Any, ...]) -> str:
+    return "one of " + ", ".join(repr(word) for word in words)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
+
+
+def _whole(options: Options, name: str, least: int | None) -> None:
+    value = getattr(options, name)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    wanted = "a whole number" if least is None else f"a whole number >= {least}"
+    _require(whole and (least is None or value >= least), name, value, wanted)

@@ -1,0 +1,156 @@
+"""Every way rayloader fails.
+
+::
+
+    RayloaderError
+    ├── OptionError (ValueError)              an option, or a combination of options, is wrong
+    ├── UsageError (RuntimeError)             a call that this object, process or moment does not allow
+    ├── CatalogError (ValueError)             the list of what exists cannot be made or read
+    │   ├── EmptyCatalog                      nothing to read
+    │   └── CatalogMismatch                   two ranks see different catalogs
+    ├── StateMismatch (ValueError)            a saved position belongs to another run
+    ├── StorageError (OSError)                one stored object could not be read
+    │   ├── ObjectNotFound (FileNotFoundError)
+    │   ├── AccessDenied (PermissionError)
+    │   ├── NotRegularFile                    a directory, FIFO, socket or device
+    │   ├── Truncated                         it ended before its own size
+    │   ├── DirectUnsupported                 O_DIRECT refused here
+    │   └── StorageStalled (TimeoutError)     no answer within ``read_timeout``
+    ├── SkipBudgetExceeded                    more samples failed than ``on_error="skip"`` allows
+    ├── BatchTooLarge (MemoryError)           a batch cannot fit in ``memory_bytes``
+    ├── ReaderError (RuntimeError)
+    │   ├── ReaderLost                        the reader died more often than ``max_restarts`` allows
+    │   └── ChannelError                      reader and trainer misunderstand each other
+    └── ClusterError (ConnectionError)
+        ├── ClusterUnreachable                no Ray answers at the address
+        └── PlacementFailed                   Ray cannot place the reader on its rank's node
+
+The first line of every message is complete in itself. All of them pickle, notes included.
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+import os
+from typing import Any
+
+
+class RayloaderError(Exception):
+    """Base of every error that rayloader raises on purpose."""
+
+
+class OptionError(RayloaderError, ValueError):
+    """An option, or a combination of options, is wrong."""
+
+
+class UsageError(RayloaderError, RuntimeError):
+    """A call that this object, process or moment does not allow."""
+
+
+class CatalogError(RayloaderError, ValueError):
+    """The list of what exists cannot be made or read."""
+
+
+class EmptyCatalog(CatalogError):
+    """The source holds nothing to read, or fewer entries than ranks."""
+
+
+class CatalogMismatch(CatalogError):
+    """Ranks of one run see different catalogs."""
+
+
+class StateMismatch(RayloaderError, ValueError):
+    """A saved position belongs to another catalog, list or seed."""
+
+
+class StorageError(RayloaderError, OSError):
+    """One stored object could not be read.
+
+    Attributes:
+        key: the object's name as the user knows it.
+        cause: what went wrong, in words.
+        errno: the operating system's number, or 0 where there is none.
+    """
+
+    def __init__(self, key: str, cause: str, errno: int = 0) -> None:
+        super().__init__(errno, cause, key)
+        self.key = key
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"{_printable(self.key)}: {self.cause}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.key, self.cause, self.errno or 0), self.__dict__
+
+
+class ObjectNotFound(StorageError, FileNotFoundError):
+    """The object does not exist."""
+
+
+class AccessDenied(StorageError, PermissionError):
+    """The object exists and may not be read."""
+
+
+class NotRegularFile(StorageError):
+    """The name belongs to a directory, FIFO, socket or device."""
+
+
+class Truncated(StorageError):
+    """The object ended before the size it had when it was opened."""
+
+
+class DirectUnsupported(StorageError):
+    """The file system refuses O_DIRECT for this file."""
+
+
+class StorageStalled(StorageError, TimeoutError):
+    """The storage gave no answer within ``read_timeout``."""
+
+
+class SkipBudgetExceeded(RayloaderError):
+    """More samples failed than ``on_error="skip"`` allows."""
+
+
+class BatchTooLarge(RayloaderError, MemoryError):
+    """A batch cannot fit in ``memory_bytes``; the message names the figure to set."""
+
+
+class ReaderError(RayloaderError, RuntimeError):
+    """The reader process, not the storage, failed."""
+
+
+class ReaderLost(ReaderError):
+    """The reader died more often than ``max_restarts`` allows, or cannot be started again."""
+
+
+class ChannelError(ReaderError):
+    """Reader and trainer misunderstand each other."""
+
+
+class ClusterError(RayloaderError, ConnectionError):
+    """Ray cannot be reached or used."""
+
+
+class ClusterUnreachable(ClusterError):
+    """No Ray answers at the address within the deadline."""
+
+
+class PlacementFailed(ClusterError):
+    """Ray cannot place the reader on its rank's node."""
+
+
+def storage_error(key: str, errno: int) -> StorageError:
+    """The typed error for an operating-system error number on one object."""
+    if errno in (_errno.ENOENT, _errno.ENOTDIR):
+        return ObjectNotFound(key, "no such file", errno)
+    if errno in (_errno.EACCES, _errno.EPERM):
+        return AccessDenied(key, "permission denied", errno)
+    if errno in (_errno.EISDIR, _errno.ENXIO, _errno.ENODEV):
+        return NotRegularFile(key, "not a regular file", errno)
+    return StorageError(key, os.strerror(errno), errno)
+
+
+def _printable(key: str) -> str:
+    """A name as it may stand in a message: one line, no control or undecodable characters."""
+    return key if key.isprintable() else ascii(key)[1:-1]

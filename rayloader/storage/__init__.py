@@ -1,0 +1,171 @@
+"""Storage: the protocols at the seam, and which scheme is served by what.
+
+A storage gives bytes. Whoever decides *which* bytes (the plan) and *where they go* (the arena)
+lives above; how many reads are in flight, how a large object is cut into ranges and what is
+tried again is decided here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from rayloader.errors import StorageError
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageSpec:
+    """The recipe of a storage. It travels; pools, threads and clients are made where they run."""
+
+    scheme: str = "file"
+    concurrency: int = 64
+    """Ceiling on reads in flight [reads]."""
+    part_bytes: int = 8 << 20
+    """Larger objects are read as ranges of this length [bytes]."""
+    scratch_bytes: int = 512 << 20
+    """Bound on all part buffers for objects that are read and dropped [bytes]."""
+    direct: bool | Literal["fallback"] = False
+    drop_cache: bool = False
+    engine: Literal["auto", "native", "python"] = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What happened to one group of objects.
+
+    Attributes:
+        group: the number the group was submitted under.
+        sizes: int64 [n], bytes of each object [bytes]; -1 where ``failures`` says why.
+        failures: index in the group → its error. Empty when all went well.
+    """
+
+    group: int
+    sizes: npt.NDArray[np.int64]
+    failures: dict[int, StorageError]
+
+
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """Totals since the storage was opened. Subtract two to get what happened between.
+
+    Attributes:
+        metadata_ops: opens, stats and HEADs sent [operations].
+        reads: read requests completed [reads].
+        bytes_transferred: bytes that arrived from the storage [bytes].
+        retries: requests sent again [requests].
+        read_seconds: sum over all reads of their duration [s]; divided by wall time it is the
+            mean number in flight.
+        peak_in_flight: the most reads in flight at once since the last ``reset_peak`` [reads].
+        latency: reads by duration; bucket i counts those of [2^(i/4), 2^((i+1)/4)) µs, 128 buckets.
+        direct_bytes: bytes read with O_DIRECT [bytes].
+        direct_fallback_files: files that wanted O_DIRECT and were read without [files].
+        cache_dropped_files: files dropped from the page cache before they were read [files].
+    """
+
+    metadata_ops: int = 0
+    reads: int = 0
+    bytes_transferred: int = 0
+    retries: int = 0
+    read_seconds: float = 0.0
+    peak_in_flight: int = 0
+    latency: tuple[int, ...] = (0,) * 128
+    direct_bytes: int = 0
+    direct_fallback_files: int = 0
+    cache_dropped_files: int = 0
+
+
+class BulkReader(Protocol):
+    """Asynchronous reads of groups of objects, in two steps.
+
+    ``measure`` opens a group and learns its sizes; the caller finds room; ``fetch`` reads it.
+    Nothing blocks: results are collected when ``fileno`` is readable. One thread calls all
+    methods (the reader's loop); the storage's own threads or tasks do the work.
+
+    A group is a few dozen to a few thousand objects, numbered by the caller. Each group goes
+    through ``measure`` → Progress → ``fetch`` → Progress, or is forgotten with ``discard`` at any
+    moment, after which its number is never reported again and its memory is no longer written
+    once ``discard`` has been followed by a True from ``settled``.
+    """
+
+    engine: str
+    """Named on the receipt: ``native``, ``python``, ``memory``, ``s3dlio`` …"""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable (poll) while ``collect`` has something to give."""
+        ...
+
+    def attach(self, memory: memoryview) -> None:
+        """The writable memory that ``fetch`` places bytes into. Once, before the first fetch."""
+        ...
+
+    def measure(self, group: int, root: bytes, keys: Sequence[bytes]) -> None:
+        """Open the objects ``root``/``keys[i]`` and learn their sizes."""
+        ...
+
+    def fetch(self, group: int, places: npt.NDArray[np.int64]) -> None:
+        """Read the measured group.
+
+        Args:
+            group: one that ``collect`` reported as measured.
+            places: int64 [n], where in the attached memory object i begins [bytes]; its room is its
+                measured size, rounded up to 4096 when ``direct`` (and the place is a multiple
+                of 4096 then). -1: read it all and drop the bytes. -2: do not read it
+                (it failed to measure, or is not wanted).
+        """
+        ...
+
+    def discard(self, group: int) -> None:
+        """Forget a group: queued operations are dropped, open files closed as soon as possible."""
+        ...
+
+    def settled(self) -> bool:
+        """True when no operation of a discarded group is still running."""
+        ...
+
+    def collect(self) -> list[Progress]:
+        """What has finished since the last call; never blocks. Clears ``fileno``'s readiness."""
+        ...
+
+    def set_concurrency(self, concurrency: int) -> None:
+        """Change the ceiling while running; reads already in flight end as they were begun."""
+        ...
+
+    def counters(self) -> Counters:
+        """Totals so far."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Begin a new peak (a new epoch)."""
+        ...
+
+    def oldest_read(self) -> tuple[float, str]:
+        """Age [s] and key of the operation in flight for longest; ``(0.0, "")`` when none is."""
+        ...
+
+    def close(self) -> None:
+        """End the threads and close all files. Never waits for a read that does not return."""
+        ...
+
+
+class Lister(Protocol):
+    """Lists what a storage holds below a root."""
+
+    def list(self, root: bytes) -> Iterator[tuple[bytes, int]]:
+        """Yield (key relative to root, size [bytes] or -1 where the listing does not tell)."""
+        ...
+
+
+def open_storage(spec: StorageSpec) -> BulkReader:
+    """Make the storage that ``spec`` describes, in this process."""
+    if spec.scheme == "file":
+        from rayloader.storage.posix import open_posix
+
+        return open_posix(spec)
+    from rayloader.errors import OptionError
+
+    raise OptionError(f"no storage serves the scheme {spec.scheme!r}; known: file")
