@@ -9,13 +9,45 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+import numpy as np
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     from rayloader.errors import StorageError
+
+
+class Keys(NamedTuple):
+    """Many keys as one value, which an engine takes without a Python object per key.
+
+    A pair, so that ``Keys(*catalog.blob_at(indices))`` is one; ``len`` of it is therefore 2, and
+    ``n`` is the number of keys.
+
+    Attributes:
+        blob: all keys, one after the other, without separators.
+        offsets: int64 [n + 1]; key i is ``blob[offsets[i]:offsets[i + 1]]`` [bytes].
+    """
+
+    blob: bytes
+    offsets: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, keys: Sequence[bytes]) -> Keys:
+        """The same keys, from a sequence of bytes."""
+        offsets = np.zeros(len(keys) + 1, np.int64)
+        np.cumsum([len(key) for key in keys], out=offsets[1:])
+        return cls(b"".join(keys), offsets)
+
+    @property
+    def n(self) -> int:
+        """How many keys there are."""
+        return len(self.offsets) - 1
+
+    def key(self, i: int) -> bytes:
+        """Key ``i``, from 0 to n - 1."""
+        return self.blob[self.offsets[i] : self.offsets[i + 1]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +135,11 @@ class BulkReader(Protocol):
         """The writable memory that ``fetch`` places bytes into. Once, before the first fetch."""
         ...
 
-    def measure(self, group: int, root: bytes, keys: Sequence[bytes]) -> None:
-        """Open the objects ``root``/``keys[i]`` and learn their sizes."""
+    def measure(self, group: int, root: bytes, keys: Keys) -> None:
+        """Open the objects ``root``/``keys.key(i)`` and learn their sizes.
+
+        A key that is an absolute path stands by itself; with an empty root all should be.
+        """
         ...
 
     def fetch(self, group: int, places: npt.NDArray[np.int64]) -> None:
