@@ -78,7 +78,7 @@ class StorageError(RayloaderError, OSError):
         self.cause = cause
 
     def __str__(self) -> str:
-        return f"{_printable(self.key)}: {self.cause}"
+        return f"{printable(self.key)}: {self.cause}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.key, self.cause, self.errno or 0), self.__dict__
@@ -151,6 +151,6 @@ def storage_error(key: str, errno: int) -> StorageError:
     return StorageError(key, os.strerror(errno), errno)
 
 
-def _printable(key: str) -> str:
+def printable(key: str) -> str:
     """A name as it may stand in a message: one line, no control or undecodable characters."""
     return key if key.isprintable() else ascii(key)[1:-1]

@@ -1,0 +1,583 @@
+"""What exists: the keys of all entries, in order, with their sizes where known.
+
+A catalog is one Arrow record batch. Saved, it is an Arrow IPC file that is memory-mapped when it
+is loaded; shared between the processes of a node, it is a memfd with the same contents. In
+both cases no process holds a copy of its own.
+
+Keys are bytes (``large_binary``) inside and ``str`` by :func:`os.fsdecode` outside. They are
+relative to ``root``; an absolute key stays what it is, as ``openat`` has it.
+
+One million keys of 45 bytes on a 2-core machine (best of several): ``load`` or ``from_fd`` 1.5 ms
+and 2 MB of private memory; ``blob_at`` 9 µs for 24 keys and 11 µs for 256; ``keys_at`` 8 and 18 µs;
+``digest`` 60 ms, once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import mmap
+import os
+import secrets
+import stat as stats
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, BinaryIO, TypeAlias, Union
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rayloader.errors import CatalogError, EmptyCatalog, OptionError, printable
+from rayloader.storage.listing import PosixLister, has_magic, split_glob
+
+Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+Files: TypeAlias = Sequence[Path] | pa.Array | pa.ChunkedArray
+Source: TypeAlias = Union[Path, Files, "Catalog"]
+Indices = npt.NDArray[np.int64]
+Progress = Callable[[int], None]
+
+SUFFIX = ".arrow"
+_KEY, _SIZE, _CHECKSUM = "key", "size", "checksum"
+_ROOT, _DIGEST = b"rayloader.root", b"rayloader.digest"
+_ARROW_MAGIC, _PARQUET_MAGIC = b"ARROW1", b"PAR1"
+_ENCODING, _ERRORS = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
+_CHUNK = 1 << 16
+"""Keys turned into Arrow at once [keys]: bounds the Python objects alive while listing."""
+_STAT_THREADS = 64
+_STAT_ENTRIES = 256
+"""Files that one thread looks up in one go, at most [files]."""
+_TICK_SECONDS, _TICK_ENTRIES = 0.1, 64
+_SLACK = 4096
+"""Bytes beyond their own that keys may carry along [bytes]."""
+_ACCEPTED = "a directory, a glob, a list of paths, a Catalog or a saved catalog (.arrow, .parquet)"
+
+
+class Catalog:
+    """The entries that exist. Immutable.
+
+    Args:
+        root: the directory that relative keys are relative to.
+        keys: a pyarrow array of strings or binary without nulls; compacted if it is a slice.
+        sizes: int64 [n], -1 where unknown [bytes].
+        checksums: a pyarrow array [n], kept as it is.
+        extra: further schema metadata to save along.
+
+    Raises:
+        CatalogError: a key that cannot be a file name, or columns of different lengths.
+
+    Attributes:
+        root: see above.
+        keys: ``pyarrow.LargeBinaryArray`` [n].
+        sizes: int64 [n], or ``None`` when no size is known [bytes].
+        checksums: pyarrow array [n] or ``None``.
+        extra: schema metadata other than rayloader's own.
+    """
+
+    def __init__(
+        self,
+        root: bytes,
+        keys: pa.Array,
+        sizes: npt.NDArray[np.int64] | None = None,
+        checksums: pa.Array | None = None,
+        extra: dict[bytes, bytes] | None = None,
+    ) -> None:
+        self.root = root
+        self.keys = _compact(keys)
+        self.sizes = sizes
+        self.checksums = checksums
+        self.extra = dict(extra or {})
+        self._file: _Descriptor | None = None
+        for name, column in ((_SIZE, sizes), (_CHECKSUM, checksums)):
+            if column is not None and len(column) != len(self.keys):
+                raise CatalogError(
+                    f"{len(self.keys)} keys and {len(column)} values in {name!r}: must be as many"
+                )
+
+    @classmethod
+    def from_source(
+        cls, source: Source, *, stat: bool = False, progress: Progress | None = None
+    ) -> Catalog:
+        """The catalog of whatever a user names.
+
+        Args:
+            source: a directory (all files below it), a glob (``**`` for any depth; it names files,
+                not directories), a list of paths (as :meth:`of_files`), a saved catalog, or a
+                Catalog, which is returned as it is. Directories and globs are sorted bytewise.
+            stat: learn the sizes that are not known, 64 files at a time.
+            progress: called with the number of entries so far, at most ten times a second and
+                once at the end of listing and of stat.
+
+        Raises:
+            CatalogError: there is no such path, or it is none of the above.
+            EmptyCatalog: it exists and holds nothing.
+        """
+        if isinstance(source, cls):
+            catalog = source
+        elif isinstance(source, str | bytes | os.PathLike):
+            catalog = cls._of_path(os.fsencode(source), progress)
+        elif isinstance(source, Sequence | np.ndarray | pa.Array | pa.ChunkedArray):
+            catalog = cls.of_files(source)
+        else:
+            raise OptionError(f"a source of type {type(source).__name__}: must be {_ACCEPTED}")
+        if not len(catalog):
+            raise EmptyCatalog(f"nothing to read in {_described(source)}")
+        return catalog.with_sizes(progress) if stat and catalog.sizes is None else catalog
+
+    @classmethod
+    def of_files(cls, files: Files, root: Path | None = None) -> Catalog:
+        """The catalog of an explicit list, in its order, names as given, duplicates kept.
+
+        Args:
+            files: a sequence of str, bytes or path-like, or a pyarrow array of strings or binary.
+            root: the directory of relative names; ``None``: the current directory.
+
+        Raises:
+            CatalogError: a name that is empty or holds a NUL.
+        """
+        if isinstance(files, str | bytes | os.PathLike):
+            raise OptionError(f"files={files!r}: must be a list of paths, not one path")
+        return cls(_absolute(os.fsencode(root if root is not None else ".")), _key_array(files))
+
+    @classmethod
+    def load(cls, path: Path, root: Path | None = None) -> Catalog:
+        """Open a saved catalog: an Arrow IPC file is memory-mapped, Parquet is converted.
+
+        Files from elsewhere need a column ``key``; ``size`` and ``checksum`` are optional.
+
+        Args:
+            path: the file.
+            root: the directory of relative keys; ``None``: the one that was saved, else the one
+                that holds the file.
+
+        Raises:
+            CatalogError: no such file, or not a catalog; it names the file and the cause.
+        """
+        name = os.fsencode(path)
+        try:
+            descriptor = _Descriptor(os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        except OSError as error:
+            raise CatalogError(f"{_shown(name)}: {_reason(error)}") from error
+        beside = _absolute(os.path.dirname(name) or b".")
+        catalog = cls._of_descriptor(descriptor, _shown(name), beside)
+        if root is not None:
+            catalog = cls(
+                _absolute(os.fsencode(root)),
+                catalog.keys,
+                catalog.sizes,
+                catalog.checksums,
+                catalog.extra,
+            )
+        return catalog
+
+    @classmethod
+    def from_fd(cls, fd: int) -> Catalog:
+        """Map the catalog behind a descriptor that :meth:`to_fd` gave. The caller keeps ``fd``.
+
+        Raises:
+            CatalogError: it holds no catalog.
+        """
+        try:
+            descriptor = _Descriptor(os.dup(fd))
+        except OSError as error:
+            raise CatalogError(f"catalog in descriptor {fd}: {_reason(error)}") from error
+        return cls._of_descriptor(descriptor, f"catalog in descriptor {fd}", b"/")
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __repr__(self) -> str:
+        return f"<Catalog of {len(self)} entries in {os.fsdecode(self.root)!r}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.root, self.keys, self.sizes, self.checksums, self.extra)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Names the keys and their order: BLAKE2b over all lengths, then all bytes. 32 digits."""
+        state = hashlib.blake2b(digest_size=16)
+        offsets, values = _views(self.keys)
+        for low in range(0, len(self), _CHUNK):
+            lengths = np.diff(offsets[low : low + _CHUNK + 1])
+            state.update(lengths.astype("<i8", copy=False).tobytes())
+        state.update(values[offsets[0] : offsets[-1]].data)
+        return state.hexdigest()
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Sum of the known sizes; ``None`` when no size is known [bytes]."""
+        return None if self.sizes is None else int(np.maximum(self.sizes, 0).sum())
+
+    def key(self, index: int) -> str:
+        """The name of one entry.
+
+        Raises:
+            IndexError: unless 0 <= index < len.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"entry {index} is not in a catalog of {len(self)}")
+        return os.fsdecode(self.keys[index].as_py())
+
+    def keys_at(self, indices: Indices) -> list[bytes]:
+        """The keys of some entries, int64 [n], in that order.
+
+        Raises:
+            IndexError: for an index outside the catalog.
+        """
+        keys: list[bytes] = self.keys.take(pa.array(indices, pa.int64())).to_pylist()
+        return keys
+
+    def names_at(self, indices: Indices) -> list[str]:
+        """As :meth:`keys_at`, decoded."""
+        return [key.decode(_ENCODING, _ERRORS) for key in self.keys_at(indices)]
+
+    def blob_at(self, indices: Indices) -> tuple[bytes, npt.NDArray[np.int64]]:
+        """The keys of some entries, int64 [n], one after the other.
+
+        Returns:
+            All bytes, and int64 offsets [n + 1]: key i is ``blob[offsets[i]:offsets[i + 1]]``.
+
+        Raises:
+            IndexError: for an index outside the catalog.
+        """
+        offsets, values = _views(self.keys.take(pa.array(indices, pa.int64())))
+        return values[: offsets[-1]].tobytes(), offsets
+
+    def with_sizes(self, progress: Progress | None = None) -> Catalog:
+        """This catalog with the size of every regular file that can be looked up, -1 otherwise."""
+        sizes = _look_up_sizes(self, _Ticker(progress))
+        return Catalog(self.root, self.keys, sizes, self.checksums, self.extra)
+
+    def save(self, path: Path) -> None:
+        """Write an Arrow IPC file, uncompressed, under a temporary name that is then changed.
+
+        Raises:
+            CatalogError: it cannot be written.
+        """
+        name = os.fsencode(path)
+        directory = os.path.dirname(name) or b"."
+        temporary = os.path.join(directory, f".rayloader-{secrets.token_hex(8)}".encode())
+        try:
+            try:
+                with open(temporary, "xb") as file:
+                    self._write(file, {})
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, name)
+            except BaseException:
+                if os.path.lexists(temporary):
+                    os.unlink(temporary)
+                raise
+        except OSError as error:
+            raise CatalogError(f"{_shown(name)}: cannot be saved: {_reason(error)}") from error
+
+    def to_fd(self) -> int:
+        """A new descriptor of this catalog, for :meth:`from_fd` in any process of this node.
+
+        It is the saved file that this catalog maps, or a sealed memfd made at the first call and
+        kept as long as this object. The caller closes what it gets.
+        """
+        if self._file is None:
+            fd = os.memfd_create("rayloader-catalog", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            descriptor = _Descriptor(fd)
+            with open(os.dup(fd), "wb") as file:
+                self._write(file, {_DIGEST: self.digest.encode()})
+            _seal(fd)
+            self._file = descriptor
+        return os.dup(self._file.fd)
+
+    def _write(self, file: BinaryIO, more: dict[bytes, bytes]) -> None:
+        columns = [self.keys]
+        fields = [pa.field(_KEY, pa.large_binary(), nullable=False)]
+        if self.sizes is not None:
+            columns.append(pa.array(self.sizes, pa.int64()))
+            fields.append(pa.field(_SIZE, pa.int64(), nullable=False))
+        if self.checksums is not None:
+            columns.append(self.checksums)
+            fields.append(pa.field(_CHECKSUM, self.checksums.type))
+        schema = pa.schema(fields, metadata={**self.extra, _ROOT: self.root, **more})
+        with pa.ipc.new_file(file, schema) as writer:
+            writer.write_batch(pa.record_batch(columns, schema=schema))
+
+    @classmethod
+    def _of_path(cls, path: bytes, progress: Progress | None) -> Catalog:
+        try:
+            mode = os.stat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if has_magic(path):
+                return cls._listed(*split_glob(path), _Ticker(progress))
+            scheme, separator, _ = path.partition(b"://")
+            if separator:
+                raise CatalogError(
+                    f"{_shown(path)}: no storage serves {_shown(scheme)}://"
+                ) from None
+            raise CatalogError(f"{_shown(path)}: no such file or directory") from error
+        except (OSError, ValueError) as error:
+            raise CatalogError(f"{_shown(path)}: {_reason(error)}") from error
+        if stats.S_ISDIR(mode):
+            return cls._listed(path, None, _Ticker(progress))
+        if not stats.S_ISREG(mode):
+            raise CatalogError(f"{_shown(path)}: a special file; give {_ACCEPTED}")
+        try:
+            return cls.load(path)
+        except CatalogError as error:
+            raise CatalogError(f"{error}; give {_ACCEPTED}") from error
+
+    @classmethod
+    def _listed(cls, root: bytes, pattern: bytes | None, ticker: _Ticker) -> Catalog:
+        return cls(_absolute(root), _sorted_keys(PosixLister(pattern).list(root), ticker))
+
+    @classmethod
+    def _of_descriptor(cls, descriptor: _Descriptor, name: str, beside: bytes) -> Catalog:
+        try:
+            buffer = _mapped(descriptor.fd)
+            table = _read_table(buffer)
+            metadata = dict(table.schema.metadata or {})
+            foreign = _ROOT not in metadata
+            root, digest = metadata.pop(_ROOT, beside), metadata.pop(_DIGEST, None)
+            keys, sizes, checksums = _columns(table)
+            if foreign:
+                _check_names(keys)
+            catalog = cls(root, keys, sizes, checksums, metadata)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise CatalogError(f"{name}: not a catalog: {_reason(error)}") from error
+        if not foreign and _lies_in(catalog.keys, buffer):
+            catalog._file = descriptor
+        if digest is not None:
+            catalog.__dict__["digest"] = digest.decode("ascii")
+        return catalog
+
+
+class _Descriptor:
+    """An open file that is closed with the last reference."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        weakref.finalize(self, os.close, fd)
+
+
+class _Ticker:
+    """Reports a count now and then."""
+
+    def __init__(self, report: Progress | None) -> None:
+        self._report = report
+        self._due = time.monotonic()
+
+    def __call__(self, count: int) -> None:
+        if self._report is not None and time.monotonic() >= self._due:
+            self.end(count)
+            self._due = time.monotonic() + _TICK_SECONDS
+
+    def end(self, count: int) -> None:
+        """Report for certain."""
+        if self._report is not None:
+            self._report(count)
+
+
+def _key_array(files: Files) -> pa.LargeBinaryArray:
+    """Names of any kind as large_binary, checked."""
+    if not isinstance(files, pa.Array | pa.ChunkedArray):
+        files = _encoded(list(files))
+    keys = _large_binary(files)
+    _check_names(keys)
+    return keys
+
+
+def _encoded(files: list[Any]) -> pa.Array:
+    kinds = set(map(type, files))
+    if kinds == {bytes}:
+        return pa.array(files, pa.large_binary())
+    if kinds == {str} and _ENCODING == "utf-8":
+        try:
+            return pa.array(files, pa.large_string())
+        except UnicodeEncodeError:
+            pass  # a name that is not UTF-8, held as surrogates
+    try:
+        return pa.array([os.fsencode(file) for file in files], pa.large_binary())
+    except TypeError as error:
+        raise OptionError(f"a list of paths: {error}") from error
+
+
+def _large_binary(keys: pa.Array | pa.ChunkedArray) -> pa.LargeBinaryArray:
+    """Any array of strings or binary as one large_binary array without nulls."""
+    if keys.null_count:
+        raise CatalogError(f"{keys.null_count} names are null")
+    if keys.type != pa.large_binary():
+        try:
+            keys = keys.cast(pa.large_binary())
+        except pa.ArrowException as error:
+            raise CatalogError(f"names of type {keys.type}: must be strings or binary") from error
+    return keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
+
+
+def _compact(keys: pa.Array | pa.ChunkedArray) -> pa.LargeBinaryArray:
+    """The same keys in buffers that hold nothing else: a slice would travel with its whole."""
+    keys = _large_binary(keys)
+    offsets, values = _views(keys)
+    sizes = [buffer.size for buffer in keys.buffers()[1:] if buffer is not None]
+    if keys.offset == 0 and sum(sizes) <= offsets.nbytes + int(offsets[-1]) + _SLACK:
+        return keys
+    own = values[offsets[0] : offsets[-1]].copy()
+    buffers = [None, pa.py_buffer(offsets - offsets[0]), pa.py_buffer(own)]
+    return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(keys), buffers)
+
+
+def _views(keys: pa.LargeBinaryArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    """Offsets [n + 1] and bytes of a large_binary array, without copying."""
+    _, offsets, values = keys.buffers()
+    if len(keys) == 0 or values is None or values.size == 0:
+        return np.zeros(len(keys) + 1, np.int64), np.zeros(0, np.uint8)
+    view = np.frombuffer(offsets, np.int64, len(keys) + 1, 8 * keys.offset)
+    return view, np.frombuffer(values, np.uint8)
+
+
+def _check_names(keys: pa.LargeBinaryArray) -> None:
+    """Raise for a key that no file can have."""
+    offsets, values = _views(keys)
+    values = values[offsets[0] : offsets[-1]]
+    if len(keys) and int(np.diff(offsets).min()) == 0:
+        raise CatalogError(f"name {int(np.diff(offsets).argmin())} of the list is empty")
+    if values.size and int(values.min()) == 0:
+        place = int(offsets[0]) + int(values.argmin())
+        entry = int(np.searchsorted(offsets, place, side="right")) - 1
+        raise CatalogError(f"{_shown(keys[entry].as_py())}: a file name cannot hold a NUL")
+
+
+def _sorted_keys(listing: Iterator[tuple[bytes, int]], ticker: _Ticker) -> pa.LargeBinaryArray:
+    """The keys of a listing in bytewise order."""
+    chunks, names, count = [pa.array([], pa.large_binary())], list[bytes](), 0
+    for count, (name, _) in enumerate(listing, 1):
+        names.append(name)
+        if len(names) == _CHUNK:
+            chunks.append(pa.array(names, pa.large_binary()))
+            names.clear()
+        if count % _TICK_ENTRIES == 0:
+            ticker(count)
+    chunks.append(pa.array(names, pa.large_binary()))
+    ticker.end(count)
+    keys = pa.concat_arrays(chunks)
+    return keys.take(pc.sort_indices(keys))
+
+
+def _look_up_sizes(catalog: Catalog, ticker: _Ticker) -> npt.NDArray[np.int64]:
+    """int64 [n], the size of each regular file, -1 for all else [bytes]."""
+    count, done = len(catalog), 0
+    sizes = np.full(count, -1, np.int64)
+    step = max(1, min(_STAT_ENTRIES, count // (4 * _STAT_THREADS)))
+    try:
+        root = _Descriptor(os.open(catalog.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+    except OSError as error:
+        raise CatalogError(f"{_shown(catalog.root)}: {_reason(error)}") from error
+
+    def look_up(low: int) -> int:
+        indices = np.arange(low, min(low + step, count))
+        for index, key in enumerate(catalog.keys_at(indices), low):
+            sizes[index] = _size(root.fd, key)
+        return len(indices)
+
+    with ThreadPoolExecutor(_STAT_THREADS, "rayloader-stat") as pool:
+        for looked_up in pool.map(look_up, range(0, count, step)):
+            done += looked_up
+            ticker(done)
+    ticker.end(done)
+    return sizes
+
+
+def _size(root: int, key: bytes) -> int:
+    try:
+        status = os.stat(key, dir_fd=root)
+    except (OSError, ValueError):
+        return -1  # reading it will say why
+    return status.st_size if stats.S_ISREG(status.st_mode) else -1
+
+
+def _mapped(fd: int) -> pa.Buffer:
+    """The contents of a regular file, mapped read-only."""
+    status = os.fstat(fd)
+    if not stats.S_ISREG(status.st_mode):
+        raise CatalogError("it is not a regular file")
+    if status.st_size == 0:
+        raise CatalogError("the file is empty")
+    # Private, because a sealed memfd refuses a shared mapping; the pages are shared all the same.
+    return pa.py_buffer(mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ))
+
+
+def _read_table(buffer: pa.Buffer) -> pa.RecordBatch | pa.Table:
+    magic = buffer[: len(_ARROW_MAGIC)].to_pybytes()
+    if magic == _ARROW_MAGIC:
+        reader = pa.ipc.open_file(buffer)
+        return reader.get_batch(0) if reader.num_record_batches == 1 else reader.read_all()
+    if magic.startswith(_PARQUET_MAGIC):
+        import pyarrow.parquet as pq
+
+        file = pq.ParquetFile(pa.BufferReader(buffer))
+        wanted = [name for name in file.schema_arrow.names if name in (_KEY, _SIZE, _CHECKSUM)]
+        return file.read(columns=wanted)
+    raise CatalogError("neither an Arrow IPC file nor Parquet")
+
+
+def _columns(
+    table: pa.RecordBatch | pa.Table,
+) -> tuple[pa.LargeBinaryArray, npt.NDArray[np.int64] | None, pa.Array | None]:
+    """Keys, sizes and checksums, checked so far that looking them up is safe."""
+    names = table.schema.names
+    if names.count(_KEY) != 1:
+        raise CatalogError(f"it has no column {_KEY!r}; its columns are {names}")
+    keys = _large_binary(table.column(_KEY))
+    keys.validate(full=True)
+    sizes = checksums = None
+    if names.count(_SIZE) == 1:
+        column = _one_array(table.column(_SIZE).cast(pa.int64()).fill_null(-1))
+        sizes = column.to_numpy()
+    if names.count(_CHECKSUM) == 1:
+        checksums = _one_array(table.column(_CHECKSUM))
+    return keys, sizes, checksums
+
+
+def _one_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+
+
+def _lies_in(keys: pa.LargeBinaryArray, mapping: pa.Buffer) -> bool:
+    """The keys are read from the mapped file itself, not from a copy."""
+    values = keys.buffers()[2]
+    if values is None:
+        return False
+    begin: int = mapping.address
+    return bool(begin <= values.address <= begin + mapping.size)
+
+
+def _seal(fd: int) -> None:
+    """Make a memfd immutable, whoever holds it."""
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+
+
+def _absolute(path: bytes) -> bytes:
+    """Absolute, for processes that run elsewhere. ``..`` stays: it may follow a link."""
+    if b".." in path.split(b"/"):
+        return os.path.join(os.getcwdb(), path)
+    return os.path.abspath(path)
+
+
+def _described(source: object) -> str:
+    if isinstance(source, str | bytes | os.PathLike):
+        path = os.fsencode(source)
+        is_glob = has_magic(path) and not os.path.exists(path)
+        return _shown(path) + (" (a glob names files; ** is any depth)" if is_glob else "")
+    return "an empty list" if not isinstance(source, Catalog) else "an empty catalog"
+
+
+def _shown(path: bytes) -> str:
+    return printable(os.fsdecode(path))
+
+
+def _reason(error: Exception) -> str:
+    """An error's own words, on one line."""
+    words = error.strerror if isinstance(error, OSError) else None
+    return words or (str(error).splitlines() or [type(error).__name__])[0]
