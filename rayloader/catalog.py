@@ -250,7 +250,7 @@ class Catalog:
 
     def with_sizes(self, progress: Progress | None = None) -> Catalog:
         """This catalog with the size of every regular file that can be looked up, -1 otherwise."""
-        sizes = _look_up_sizes(self, _Ticker(progress))
+        sizes = _look_up_sizes(self, Ticker(progress))
         return Catalog(self.root, self.keys, sizes, self.checksums, self.extra)
 
     def save(self, path: Path) -> None:
@@ -310,7 +310,7 @@ class Catalog:
             mode = os.stat(path).st_mode
         except (FileNotFoundError, NotADirectoryError) as error:
             if has_magic(path):
-                return cls._listed(*split_glob(path), _Ticker(progress))
+                return cls._listed(*split_glob(path), Ticker(progress))
             scheme, separator, _ = path.partition(b"://")
             if separator:
                 raise CatalogError(
@@ -320,7 +320,7 @@ class Catalog:
         except (OSError, ValueError) as error:
             raise CatalogError(f"{_shown(path)}: {_reason(error)}") from error
         if stats.S_ISDIR(mode):
-            return cls._listed(path, None, _Ticker(progress))
+            return cls._listed(path, None, Ticker(progress))
         if not stats.S_ISREG(mode):
             raise CatalogError(f"{_shown(path)}: a special file; give {_ACCEPTED}")
         try:
@@ -329,7 +329,7 @@ class Catalog:
             raise CatalogError(f"{error}; give {_ACCEPTED}") from error
 
     @classmethod
-    def _listed(cls, root: bytes, pattern: bytes | None, ticker: _Ticker) -> Catalog:
+    def _listed(cls, root: bytes, pattern: bytes | None, ticker: Ticker) -> Catalog:
         return cls(_absolute(root), _sorted_keys(PosixLister(pattern).list(root), ticker))
 
     @classmethod
@@ -361,7 +361,7 @@ class _Descriptor:
         weakref.finalize(self, os.close, fd)
 
 
-class _Ticker:
+class Ticker:
     """Reports a count now and then."""
 
     def __init__(self, report: Progress | None) -> None:
@@ -369,6 +369,7 @@ class _Ticker:
         self._due = time.monotonic()
 
     def __call__(self, count: int) -> None:
+        """Report if the last report is old enough."""
         if self._report is not None and time.monotonic() >= self._due:
             self.end(count)
             self._due = time.monotonic() + _TICK_SECONDS
@@ -448,7 +449,7 @@ def _check_names(keys: pa.LargeBinaryArray) -> None:
         raise CatalogError(f"{_shown(keys[entry].as_py())}: a file name cannot hold a NUL")
 
 
-def _sorted_keys(listing: Iterator[tuple[bytes, int]], ticker: _Ticker) -> pa.LargeBinaryArray:
+def _sorted_keys(listing: Iterator[tuple[bytes, int]], ticker: Ticker) -> pa.LargeBinaryArray:
     """The keys of a listing in bytewise order."""
     chunks, names, count = [pa.array([], pa.large_binary())], list[bytes](), 0
     for count, (name, _) in enumerate(listing, 1):
@@ -464,7 +465,7 @@ def _sorted_keys(listing: Iterator[tuple[bytes, int]], ticker: _Ticker) -> pa.La
     return keys.take(pc.sort_indices(keys))
 
 
-def _look_up_sizes(catalog: Catalog, ticker: _Ticker) -> npt.NDArray[np.int64]:
+def _look_up_sizes(catalog: Catalog, ticker: Ticker) -> npt.NDArray[np.int64]:
     """int64 [n], the size of each regular file, -1 for all else [bytes]."""
     count, done = len(catalog), 0
     sizes = np.full(count, -1, np.int64)
@@ -532,8 +533,8 @@ def _columns(
     keys.validate(full=True)
     sizes = checksums = None
     if names.count(_SIZE) == 1:
-        column = _one_array(table.column(_SIZE).cast(pa.int64()).fill_null(-1))
-        sizes = column.to_numpy()
+        column = table.column(_SIZE).cast(pa.int64())
+        sizes = _one_array(column.fill_null(-1) if column.null_count else column).to_numpy()
     if names.count(_CHECKSUM) == 1:
         checksums = _one_array(table.column(_CHECKSUM))
     return keys, sizes, checksums

@@ -1,0 +1,333 @@
+"""Test data that no cache, compressor or deduplicating store can make smaller.
+
+Each file is the output of its own random generator (PCG64 DXSM, keyed by seed and file number):
+the same arguments give the same bytes on any machine, and no two blocks of the data set agree.
+The catalog lies *beside* the directory, as ``<directory>.arrow``, with sizes and CRC-32 checksums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import numbers
+import os
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rayloader.catalog import SUFFIX, Catalog, Progress, Ticker
+from rayloader.errors import (
+    CatalogError,
+    OptionError,
+    StorageError,
+    UsageError,
+    printable,
+    storage_error,
+)
+from rayloader.storage.listing import PosixLister
+
+_RECIPE = b"rayloader.generate"
+_UNFINISHED = ".unfinished"
+_BLOCK = 4 << 20
+"""Bytes made, written or read at once; a multiple of 8 [bytes]."""
+_MAX_THREADS = 4
+_NAMED = 3
+"""Names given in a message before the rest is only counted."""
+
+
+def generate(
+    directory: str | os.PathLike[str],
+    files: int,
+    size: int,
+    *,
+    size_stdev: float = 0,
+    subfolders: int = 0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Catalog:
+    """Fill a directory with test data, flush it to disk, and save its catalog beside it.
+
+    Called again with the same arguments it finds the data complete and returns at once, or
+    finishes what was interrupted.
+
+    Args:
+        directory: made if missing. It must hold nothing else.
+        files: how many.
+        size: of each file, or the mean [bytes].
+        size_stdev: sizes are normally distributed around ``size``, at least 1 [bytes].
+        subfolders: spread the files over ``part_00``, ``part_01`` …; 0: none.
+        seed: another one gives other bytes and, with ``size_stdev``, other sizes.
+        progress: called with the number of files written, at most ten times a second and at the
+            end.
+
+    Returns:
+        The catalog, equal to what listing the directory gives, with sizes and checksums.
+
+    Raises:
+        OptionError: an argument is out of range.
+        UsageError: the directory holds other files, or was made with other arguments.
+        StorageError: a file cannot be written; it is named.
+    """
+    recipe = _Recipe(files, size, size_stdev, subfolders, seed)
+    root = os.path.abspath(directory)
+    order, wanted = recipe.catalog(root)
+    saved = _saved(root)
+    if _is_complete(saved, recipe, wanted):
+        assert saved is not None
+        return saved
+    _claim(root, recipe, wanted, saved)
+    checksums = _write_all(recipe, wanted, order, Ticker(progress))
+    os.sync()
+    catalog = Catalog(
+        wanted.root, wanted.keys, wanted.sizes, pa.array(checksums), {_RECIPE: recipe.dumps()}
+    )
+    catalog.save(root + SUFFIX)
+    os.unlink(root + SUFFIX + _UNFINISHED)
+    return Catalog.load(root + SUFFIX)
+
+
+def verify(catalog: Catalog, progress: Progress | None = None) -> None:
+    """Read every file of a catalog and compare it with its size and checksum.
+
+    Args:
+        catalog: one that :func:`generate` made.
+        progress: called with the number of files read, as in :func:`generate`.
+
+    Raises:
+        CatalogError: the catalog has no sizes or no CRC-32 checksums.
+        StorageError: a file is missing, unreadable or other than it was; the first is named, a
+            note counts the others.
+    """
+    if catalog.sizes is None or catalog.checksums is None or catalog.checksums.type != pa.uint32():
+        raise CatalogError("the catalog has no sizes and checksums to verify against")
+    expected = catalog.checksums.to_numpy()
+    ticker, failures, done = Ticker(progress), list[StorageError](), 0
+    with _pool() as pool:
+        for failure in pool.map(_verify_one, *_verify_arguments(catalog, expected)):
+            done += 1
+            ticker(done)
+            if failure is not None:
+                failures.append(failure)
+    ticker.end(done)
+    if failures:
+        if len(failures) > 1:
+            failures[0].add_note(f"and {len(failures) - 1} more of {len(catalog)} files")
+        raise failures[0]
+
+
+def checksum(data: bytes | memoryview, before: int = 0) -> int:
+    """CRC-32 of some bytes, going on from ``before``: what a catalog's checksums hold."""
+    return zlib.crc32(data, before)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recipe:
+    """The arguments that decide every byte."""
+
+    files: int
+    size: int
+    size_stdev: float
+    subfolders: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("files", 1), ("size", 1), ("subfolders", 0), ("seed", None)):
+            value = getattr(self, name)
+            whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            if not whole or (least is not None and value < least):
+                wanted = "a whole number" if least is None else f"a whole number >= {least}"
+                raise OptionError(f"{name}={value!r}: must be {wanted}")
+            object.__setattr__(self, name, int(value))
+        stdev = self.size_stdev
+        if isinstance(stdev, bool) or not isinstance(stdev, numbers.Real) or not stdev >= 0:
+            raise OptionError(f"size_stdev={stdev!r}: must be a number of bytes >= 0")
+        object.__setattr__(self, "size_stdev", float(stdev))
+
+    def dumps(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
+
+    def name(self, index: int) -> str:
+        """The name of file ``index`` relative to the directory."""
+        sample = f"sample_{index:0{max(6, len(str(self.files - 1)))}d}.bin"
+        if not self.subfolders:
+            return sample
+        digits = max(2, len(str(self.subfolders - 1)))
+        return f"part_{index % self.subfolders:0{digits}d}/{sample}"
+
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """The size of every file, int64 [files], in the order of their numbers [bytes]."""
+        if self.size_stdev == 0:
+            return np.full(self.files, self.size, np.int64)
+        normal = np.random.Generator(_stream(self.seed, "sizes")).standard_normal(self.files)
+        return np.maximum(1, np.rint(self.size + self.size_stdev * normal)).astype(np.int64)
+
+    def catalog(self, root: str) -> tuple[npt.NDArray[np.int64], Catalog]:
+        """File numbers in catalog order, and the catalog without checksums."""
+        names = [self.name(index) for index in range(self.files)]
+        order = np.array(sorted(range(self.files), key=names.__getitem__), np.int64)
+        keys = pa.array([names[index].encode() for index in order], pa.large_binary())
+        return order, Catalog(os.fsencode(root), keys, self.sizes()[order])
+
+    def blocks(self, index: int, size: int) -> Iterator[npt.NDArray[np.uint8]]:
+        """The bytes of file ``index``, uint8, in blocks."""
+        stream = _stream(self.seed, index)
+        for begin in range(0, size, _BLOCK):
+            count = min(_BLOCK, size - begin)
+            words = stream.random_raw(-(-count // 8)).astype("<u8", copy=False)
+            yield words.view(np.uint8)[:count]
+
+
+def _stream(seed: int, purpose: int | str) -> np.random.PCG64DXSM:
+    """An independent generator for each file; NumPy promises its raw output never changes."""
+    digest = hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=16).digest()
+    return np.random.PCG64DXSM(int.from_bytes(digest, "little"))
+
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))), "rayloader-files")
+
+
+def _saved(root: str) -> Catalog | None:
+    """The catalog beside the directory, if there is one.
+
+    Raises:
+        UsageError: something else has its name.
+    """
+    path = root + SUFFIX
+    if not os.path.lexists(path):
+        return None
+    try:
+        catalog = Catalog.load(path)
+    except CatalogError as error:
+        raise UsageError(f"{printable(path)} would be overwritten: {error}") from error
+    if _RECIPE not in catalog.extra:
+        raise UsageError(
+            f"{printable(path)} would be overwritten: it is another data set's catalog"
+        )
+    return catalog
+
+
+def _is_complete(saved: Catalog | None, recipe: _Recipe, wanted: Catalog) -> bool:
+    """The data is there, to the size of every file, and nothing else is."""
+    if saved is None or saved.extra[_RECIPE] != recipe.dumps() or saved.root != wanted.root:
+        return False
+    if not os.path.isdir(wanted.root) or not os.listdir(wanted.root):
+        return False
+    found = Catalog.from_source(wanted.root, stat=True)
+    return found.digest == wanted.digest and np.array_equal(found.sizes, wanted.sizes)  # type: ignore[arg-type]
+
+
+def _claim(root: str, recipe: _Recipe, wanted: Catalog, saved: Catalog | None) -> None:
+    """Make the directory ours, or say whose it is."""
+    marker = root + SUFFIX + _UNFINISHED
+    try:
+        os.makedirs(root, exist_ok=True)
+        found = {key for key, _ in PosixLister().list(wanted.root)}
+        if found:
+            _check_maker(root, recipe, saved.extra[_RECIPE] if saved else _read(marker))
+        strangers = sorted(found.difference(wanted.keys.to_pylist()))
+        if strangers:
+            raise UsageError(f"{printable(root)} holds other files: {_some(strangers)}")
+        with open(marker, "wb") as file:
+            file.write(recipe.dumps())
+        for part in sorted({os.path.dirname(key) for key in wanted.keys.to_pylist()} - {b""}):
+            os.makedirs(os.path.join(wanted.root, part), exist_ok=True)
+    except OSError as error:
+        raise storage_error(os.fsdecode(error.filename or root), error.errno or 0) from error
+
+
+def _check_maker(root: str, recipe: _Recipe, maker: bytes | None) -> None:
+    """Raise unless the files in the directory were made from the same recipe."""
+    if maker is None:
+        raise UsageError(
+            f"{printable(root)} holds files that were not generated there; choose another directory"
+        )
+    if maker != recipe.dumps():
+        before = ", ".join(f"{name}={value}" for name, value in _loads(maker).items())
+        raise UsageError(
+            f"{printable(root)} holds data generated with {before}; remove it or give the same"
+        )
+
+
+def _loads(recipe: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(recipe)
+    except ValueError:
+        return {"unknown": "arguments"}
+    return values if isinstance(values, dict) else {"unknown": "arguments"}
+
+
+def _read(path: str) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+def _some(keys: list[bytes]) -> str:
+    """A few names and how many more there are."""
+    shown = ", ".join(printable(os.fsdecode(key)) for key in keys[:_NAMED])
+    return shown + (f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "")
+
+
+def _write_all(
+    recipe: _Recipe, wanted: Catalog, order: npt.NDArray[np.int64], ticker: Ticker
+) -> npt.NDArray[np.uint32]:
+    """Write every file; uint32 [files], the checksums in catalog order."""
+    checksums, done = np.zeros(len(wanted), np.uint32), 0
+    sizes = recipe.sizes()
+
+    def write(place: int) -> None:
+        path = os.path.join(wanted.root, wanted.keys[place].as_py())
+        index = int(order[place])
+        checksums[place] = _write_one(recipe, index, path, int(sizes[index]))
+
+    with _pool() as pool:
+        for _ in pool.map(write, range(len(wanted))):
+            done += 1
+            ticker(done)
+    ticker.end(done)
+    return checksums
+
+
+def _write_one(recipe: _Recipe, index: int, path: bytes, size: int) -> int:
+    value = 0
+    try:
+        with open(path, "wb") as file:
+            for block in recipe.blocks(index, size):
+                value = checksum(block.data, value)
+                file.write(block.data)
+    except OSError as error:
+        raise storage_error(os.fsdecode(path), error.errno or 0) from error
+    return value
+
+
+def _verify_arguments(
+    catalog: Catalog, expected: npt.NDArray[np.uint32]
+) -> tuple[Iterator[bytes], Iterator[int], Iterator[int]]:
+    assert catalog.sizes is not None
+    paths = (os.path.join(catalog.root, key.as_py()) for key in catalog.keys)
+    return paths, iter(catalog.sizes.tolist()), iter(expected.tolist())
+
+
+def _verify_one(path: bytes, size: int, expected: int) -> StorageError | None:
+    name, found, value = os.fsdecode(path), 0, 0
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            while block := file.read(_BLOCK):
+                found += len(block)
+                value = checksum(block, value)
+    except OSError as error:
+        return storage_error(name, error.errno or 0)
+    if found != size:
+        return StorageError(name, f"it holds {found} bytes where the catalog has {size}")
+    if value != expected:
+        return StorageError(name, f"its CRC-32 is {value:08x} where the catalog has {expected:08x}")
+    return None
