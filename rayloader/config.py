@@ -104,7 +104,9 @@ class Options:
             self.part_bytes % PAGE == 0, "part_bytes", self.part_bytes, f"a multiple of {PAGE}"
         )
         _require(
-            self.memory_bytes >= 16 * PAGE, "memory_bytes", self.memory_bytes,
+            self.memory_bytes >= 16 * PAGE,
+            "memory_bytes",
+            self.memory_bytes,
             f"at least {16 * PAGE} bytes",
         )
 

@@ -3,8 +3,8 @@
 ::
 
     RayloaderError
-    ├── OptionError (ValueError)              an option, or a combination of options, is wrong
-    ├── UsageError (RuntimeError)             a call that this object, process or moment does not allow
+    ├── OptionError (ValueError)              an option, or a combination of them, is wrong
+    ├── UsageError (RuntimeError)             a call not allowed here and now
     ├── CatalogError (ValueError)             the list of what exists cannot be made or read
     │   ├── EmptyCatalog                      nothing to read
     │   └── CatalogMismatch                   two ranks see different catalogs
@@ -19,7 +19,7 @@
     ├── SkipBudgetExceeded                    more samples failed than ``on_error="skip"`` allows
     ├── BatchTooLarge (MemoryError)           a batch cannot fit in ``memory_bytes``
     ├── ReaderError (RuntimeError)
-    │   ├── ReaderLost                        the reader died more often than ``max_restarts`` allows
+    │   ├── ReaderLost                        the reader died more often than max_restarts
     │   └── ChannelError                      reader and trainer misunderstand each other
     └── ClusterError (ConnectionError)
         ├── ClusterUnreachable                no Ray answers at the address
@@ -154,3 +154,10 @@ def storage_error(key: str, errno: int) -> StorageError:
 def printable(key: str) -> str:
     """A name as it may stand in a message: one line, no control or undecodable characters."""
     return key if key.isprintable() else ascii(key)[1:-1]
+
+
+__all__ = [
+    name
+    for name, value in list(globals().items())
+    if isinstance(value, type) and issubclass(value, RayloaderError)
+]

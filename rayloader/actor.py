@@ -1,0 +1,189 @@
+"""The Ray actor: one reader, one rank, for as long as training lasts.
+
+Nothing heavy is imported at the top: a reader first leaves its launcher's environment and CPU
+mask behind, and only then makes threads or imports what makes threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import socket
+
+    import pyarrow as pa
+
+    from rayloader.catalog import Catalog
+    from rayloader.channel.serve import Fetched, Link, QueueLink, ReaderLoop
+    from rayloader.config import Options
+    from rayloader.reader import Reader, Request
+
+CALLS_AT_ONCE = 16
+"""Method calls served side by side; the trainer has at most six under way."""
+
+
+class ReaderActor:
+    """Holds one :class:`~rayloader.reader.Reader` and the thread that drives it."""
+
+    def __init__(self, options: Options, cpus: Sequence[int]) -> None:
+        """Take this rank's CPUs, and none of its launcher's variables.
+
+        Args:
+            options: as the trainer has them.
+            cpus: the CPUs to run on; empty: those this process was started with.
+        """
+        from rayloader.launch import scrubbed
+
+        kept = scrubbed(os.environ)
+        for name in set(os.environ) - set(kept):
+            del os.environ[name]
+        if cpus:
+            os.sched_setaffinity(0, set(cpus) & _cpus_here() or _cpus_here())
+        self._options = options
+        self._ready = threading.Event()
+        self._loop: ReaderLoop | None = None
+        self._reader: Reader | None = None
+        self._queue: QueueLink | None = None
+
+    def listen(self) -> str:
+        """Open the local channel and wait for the trainer in a thread of its own.
+
+        Returns:
+            The abstract socket's name. A trainer that does not come within ``start_timeout``
+            leaves the actor as it was, ready for :meth:`serve`.
+        """
+        from rayloader.channel import serve
+
+        listener = serve.listen_locally()
+        self._start(self._serve_locally, listener)
+        return str(listener.getsockname()[1:], "ascii")
+
+    def serve(self, catalog: pa.Array | None, root: bytes, memory_bytes: int) -> dict[str, Any]:
+        """Open the Ray channel instead, with an arena of the reader's own.
+
+        Args:
+            catalog: the names, a large_binary array, or ``None`` when every request brings a list.
+            root: the directory that they are relative to.
+            memory_bytes: length of the arena [bytes].
+        """
+        from rayloader import arena
+        from rayloader.catalog import Catalog
+        from rayloader.channel import serve
+
+        fd = arena.create_memory(memory_bytes)
+        memory = memoryview(arena.map_memory(fd))
+        os.close(fd)
+        known = None if catalog is None else Catalog.of_files(catalog, root)
+        self._queue = serve.QueueLink(memory)
+        welcome = self._build(memory, known, self._queue)
+        assert self._loop is not None
+        self._start(self._loop.run)
+        return welcome
+
+    def begin_epoch(self, request: Request, files: pa.Array | None, root: bytes) -> None:
+        """Read this instead of what was under way.
+
+        Args:
+            request: the whole position.
+            files: the names of an explicit list, a large_binary array, or ``None``: the catalog.
+            root: the directory that relative names in ``files`` are relative to.
+        """
+        from rayloader.catalog import Catalog
+
+        self._ready.wait()
+        assert self._loop is not None
+        listed = None if files is None else Catalog.of_files(files, root)
+        self._loop.begin(request, listed)
+
+    def take(self, generation: int, index: int) -> Fetched | None:
+        """The Ray channel's next outcome; see :meth:`~rayloader.serve.QueueLink.take`."""
+        assert self._queue is not None
+        assert self._loop is not None
+        assert self._reader is not None
+        return self._queue.take(generation, index, self._loop, self._reader)
+
+    def set_concurrency(self, concurrency: int) -> None:
+        """Change the ceiling on reads in flight [reads]."""
+        loop, reader = self._loop, self._reader
+        if loop is not None and reader is not None:
+            loop.call(lambda: reader.set_concurrency(concurrency))
+
+    def _serve_locally(self, listener: socket.socket) -> None:
+        from rayloader.channel import serve
+
+        deadline = time.monotonic() + self._options.start_timeout
+        try:
+            trainer = serve.accept_trainer(listener, deadline)
+        except TimeoutError:
+            return
+        finally:
+            listener.close()
+        link = serve.SocketLink(trainer.connection, trainer.pid)
+        link.welcome(self._build(trainer.memory, trainer.catalog, link))
+        assert self._loop is not None
+        try:
+            self._loop.run()
+        except BaseException:
+            link.last_words(traceback.format_exc())
+            raise
+
+    def _build(self, memory: memoryview, catalog: Catalog | None, link: Link) -> dict[str, Any]:
+        """Make storage, reader and loop; say what they are."""
+        from rayloader.channel.serve import ReaderLoop
+        from rayloader.reader import Reader
+        from rayloader.storage import StorageSpec, open_storage
+
+        options = self._options
+        storage = open_storage(
+            StorageSpec(
+                concurrency=options.concurrency,
+                part_bytes=options.part_bytes,
+                scratch_bytes=options.memory_bytes,
+                direct=options.direct,
+                drop_cache=options.drop_cache,
+                engine=options.engine,
+            )
+        )
+        storage.attach(memory)
+        self._reader = Reader(storage, memory, options)
+        self._loop = ReaderLoop(self._reader, storage.fileno(), catalog, link)
+        self._ready.set()
+        return {
+            "pid": os.getpid(),
+            "engine": storage.engine,
+            "affinity": sorted(os.sched_getaffinity(0)),
+        }
+
+    def _start(self, work: Any, *arguments: Any) -> None:
+        """Run ``work`` in a thread; the process ends with it, whatever the reads do."""
+
+        def body() -> None:
+            try:
+                work(*arguments)
+            except BaseException:
+                traceback.print_exc()
+                _end(1)
+            if self._loop is not None:
+                _end(0)
+
+        threading.Thread(target=body, name="rayloader-reader", daemon=True).start()
+
+
+def _end(status: int) -> NoReturn:
+    """End the process at once: a read that hangs in the kernel must not keep it."""
+    os._exit(status)
+
+
+def _cpus_here() -> set[int]:
+    """Every CPU that this process may be given."""
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        return os.sched_getaffinity(0)
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,73 @@
+"""Between a reader and its trainer.
+
+Two channels carry batches, with the same results. The *local* one shares the arena and talks over
+a Unix socket (``wire``, ``local``); the *Ray* one copies batches through Ray's object store, where
+memory cannot be shared (``objects``). ``serve`` is the reader's end of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from rayloader.arena import Int64s
+from rayloader.errors import ChannelError
+from rayloader.reader import Ended, ReaderCounts, Warned
+from rayloader.receipt import Fingerprint, Skipped
+
+
+class Delivery(NamedTuple):
+    """A batch in the trainer's hands."""
+
+    step: int
+    data: np.ndarray
+    """uint8, writable; the lease (or the private copy) that all samples are views of."""
+    table: Int64s
+    """int64 [n, 3]: where in ``data`` a sample begins (-1: dropped in the reader), its size,
+    its catalog entry."""
+    nbytes: int
+    names: Fingerprint
+    skipped: list[Skipped]
+    private: bool
+
+
+class ReaderGone(ChannelError):
+    """The reader process has died or hangs; the loader starts another."""
+
+
+class Channel(Protocol):
+    """The trainer's end."""
+
+    name: str
+    welcome: dict[str, Any]
+    """What the reader said of itself: ``pid``, ``engine``, ``affinity``."""
+
+    def begin(self, generation: int) -> None:
+        """What comes from now on belongs to this request."""
+        ...
+
+    def receive(self, on_wait: Callable[[], None]) -> Delivery | Ended | Warned:
+        """Wait for the next thing.
+
+        Args:
+            on_wait: called about once a second of waiting; may raise.
+
+        Raises:
+            ReaderGone: the reader is dead or does not run any more.
+            RayloaderError: what the reader failed with.
+        """
+        ...
+
+    def counts(self) -> ReaderCounts | None:
+        """What the reader has counted in this epoch, if it has begun it."""
+        ...
+
+    def set_concurrency(self, concurrency: int) -> None:
+        """Change the ceiling on reads in flight [reads]."""
+        ...
+
+    def close(self) -> None:
+        """Let the reader go. Batches that are held stay intact."""
+        ...

@@ -1,0 +1,319 @@
+"""The trainer's end of the local channel: the arena it owns, and the socket to the reader."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextlib
+import json
+import os
+import select
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rayloader import arena
+from rayloader.arena import Int64s
+from rayloader.channel import Delivery, ReaderGone
+from rayloader.channel.wire import (
+    PACKET_BYTES,
+    PROTOCOL_VERSION,
+    Kind,
+    pack,
+    peer,
+    unpack,
+    unpickled,
+)
+from rayloader.errors import BatchTooLarge, ChannelError
+from rayloader.reader import Ended, ReaderCounts, Warned
+from rayloader.receipt import Fingerprint, Skipped
+
+
+class TrainerMemory:
+    """The arena as its owner, the trainer, sees it: which batches live, and who must know."""
+
+    def __init__(self, length: int) -> None:
+        """Make and map ``length`` bytes."""
+        self.length = length
+        self.fd = arena.create_memory(length)
+        self.memory = memoryview(arena.map_memory(self.fd))
+        self.root = np.frombuffer(self.memory, np.uint8)
+        self.page = np.frombuffer(self.memory, np.int64, arena.HEADER_BYTES // 8)
+        self._live: dict[int, _Lease] = {}
+        self._connection: socket.socket | None = None
+        self._backlog: collections.deque[bytes] = collections.deque()
+        self._pid = os.getpid()
+
+    def lease(self, table_at: int, length: int, samples: int, lo: int, hi: int) -> np.ndarray:
+        """A fresh array over [lo, hi); the batch is released when its last user drops it."""
+        data = self.root[lo:hi]
+        lease = _Lease(data, self._dropped)
+        lease.table_at, lease.length, lease.samples = table_at, length, samples
+        lease.nbytes = hi - lo
+        self._live[id(lease)] = lease
+        return data
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all batches that live [bytes]."""
+        return sum(lease.nbytes for lease in list(self._live.values()))
+
+    def connect(self, connection: socket.socket) -> None:
+        """From now on this reader is told of releases; tell it what is held already."""
+        self._backlog.clear()
+        self._connection = connection
+        for lease in list(self._live.values()):
+            connection.send(pack(Kind.HELD, lease.table_at, lease.length, lease.samples))
+
+    def disconnect(self) -> None:
+        """No reader any more: drops need not be told."""
+        self._connection = None
+
+    def close(self) -> None:
+        """Give the descriptor back; the mapping goes with its last view."""
+        self.disconnect()
+        os.close(self.fd)
+
+    def release(self, table_at: int) -> None:
+        """Tell the reader that a batch is free. Never blocks, never raises: see ``_dropped``."""
+        packet = pack(Kind.RELEASED, table_at)
+        connection = self._connection
+        if connection is None:
+            return
+        try:
+            connection.send(packet, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            self._backlog.append(packet)
+        except OSError:
+            pass  # the reader is gone; its successor is told what is held
+
+    def flush(self) -> None:
+        """Send the releases that found the socket full."""
+        while self._backlog and self._connection is not None:
+            packet = self._backlog.popleft()
+            with contextlib.suppress(OSError):
+                self._connection.send(packet, socket.MSG_NOSIGNAL)
+
+    def _dropped(self, lease: Any) -> None:
+        """A batch's array is gone. Runs in any thread, inside garbage collection: no locks.
+
+        A forked child drops its copies too, which says nothing about the trainer's.
+        """
+        if os.getpid() == self._pid and self._live.pop(id(lease), None) is not None:
+            self.release(lease.table_at)
+
+
+class _Lease(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a batch's array that knows where the batch lies."""
+
+    __slots__ = ("length", "nbytes", "samples", "table_at")
+    table_at: int
+    length: int
+    samples: int
+    nbytes: int
+
+
+_OPEN_CHANNELS: weakref.WeakSet[LocalChannel] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child must not keep the trainer's life line open."""
+    for channel in list(_OPEN_CHANNELS):
+        channel.sever()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class LocalChannel:
+    """The trainer's end of the local channel."""
+
+    name = "local"
+    _POLL_SECONDS = 1.0
+
+    def __init__(
+        self, address: str, memory: TrainerMemory, catalog_fd: int | None, timeout: float
+    ) -> None:
+        """Connect to a reader and hand it the arena and the catalog.
+
+        Args:
+            address: the reader's abstract socket, without its leading NUL.
+            memory: the arena; what is held in it is announced to the reader.
+            catalog_fd: a descriptor of the saved catalog, or ``None``.
+            timeout: the reader must answer within this [s].
+
+        Raises:
+            OSError: the socket cannot be reached from here.
+            ChannelError: who listens is not this user's reader.
+        """
+        self._memory = memory
+        self._generation = 0
+        self._buffer = bytearray(PACKET_BYTES)
+        self._view = memoryview(self._buffer)
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.settimeout(timeout)
+        self._pidfd = -1
+        try:
+            self._connection.connect("\0" + address)
+            pid, uid = peer(self._connection)
+            if uid != os.getuid():
+                raise ChannelError(f"user {uid} listens where this user's reader should")
+            self._pidfd = os.pidfd_open(pid)
+            self.welcome = self._greet(catalog_fd)
+        except BaseException:
+            self.sever()
+            raise
+        self._poll = select.poll()
+        self._poll.register(self._connection, select.POLLIN)
+        self._poll.register(self._pidfd, select.POLLIN)
+        memory.connect(self._connection)
+        _OPEN_CHANNELS.add(self)
+
+    def begin(self, generation: int) -> None:
+        """What comes from now on belongs to this request."""
+        self._generation = generation
+        self._say(Kind.BEGIN, generation)
+
+    def receive(self, on_wait: Callable[[], None]) -> Delivery | Ended | Warned:
+        """Wait for the next thing of this request."""
+        self._memory.flush()
+        while True:
+            kind, fields, payload = self._next_packet(on_wait)
+            if fields[0] != self._generation:
+                continue
+            match kind:
+                case Kind.READY:
+                    return self._take(fields, payload)
+                case Kind.ENDED:
+                    return Ended(fields[1])
+                case Kind.WARNED:
+                    return Warned(payload.decode())
+                case Kind.FAILED:
+                    raise unpickled(payload)
+                case Kind.BLOCKED:
+                    self._wait_for_release(fields[2])
+                case _:
+                    raise ChannelError(f"a reader does not say {kind.name}")
+
+    def counts(self) -> ReaderCounts | None:
+        """The counters in the arena's first page."""
+        counts = ReaderCounts.of(self._memory.page)
+        return counts if counts.generation == self._generation else None
+
+    def set_concurrency(self, concurrency: int) -> None:
+        """Change the ceiling on reads in flight [reads]."""
+        self._say(Kind.CONCURRENCY, concurrency)
+
+    def close(self) -> None:
+        """Let the reader go."""
+        _OPEN_CHANNELS.discard(self)
+        self._memory.disconnect()
+        self.sever()
+
+    def sever(self) -> None:
+        """Close the descriptors of this process."""
+        self._connection.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _greet(self, catalog_fd: int | None) -> dict[str, Any]:
+        fds = [self._memory.fd] + ([catalog_fd] if catalog_fd is not None else [])
+        hello = pack(Kind.HELLO, PROTOCOL_VERSION)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+        self._connection.sendmsg([hello], [rights])
+        packet = self._connection.recv(PACKET_BYTES)
+        kind, _, payload = unpack(packet)
+        if kind is not Kind.WELCOME:
+            raise ChannelError(f"the reader answered {kind.name} to HELLO")
+        welcome: dict[str, Any] = json.loads(payload)
+        return welcome
+
+    def _say(self, kind: Kind, *fields: int) -> None:
+        try:
+            self._connection.send(pack(kind, *fields), socket.MSG_NOSIGNAL)
+        except OSError as gone:
+            raise ReaderGone(f"the reader's socket is closed ({gone.strerror})") from gone
+
+    def _next_packet(self, on_wait: Callable[[], None]) -> tuple[Kind, tuple[int, ...], bytes]:
+        while True:
+            try:
+                length = self._connection.recv_into(self._buffer, flags=socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait(on_wait)
+                continue
+            except OSError as gone:
+                raise ReaderGone(f"the reader's socket broke ({gone.strerror})") from gone
+            if length == 0:
+                raise ReaderGone("the reader has ended")
+            kind, fields, payload = unpack(self._view[:length])
+            if kind is Kind.CRASHED:
+                raise ReaderGone(f"the reader crashed:\n{payload.decode()}")
+            return kind, fields, payload
+
+    def _wait(self, on_wait: Callable[[], None]) -> None:
+        ready = self._poll.poll(self._POLL_SECONDS * 1000)
+        if not ready:
+            self._require_running()
+            on_wait()
+        elif all(fd == self._pidfd for fd, _ in ready):
+            raise ReaderGone("the reader's process has died")
+
+    def _require_running(self) -> None:
+        """A stopped process answers nobody for ever; treat it as dead."""
+        try:
+            with open(f"/proc/{self.welcome['pid']}/stat", "rb") as stat:
+                state = stat.read().rpartition(b")")[2].split()[0]
+        except OSError:
+            return  # the reader may live in another process namespace
+        if state in b"TtZX":
+            raise ReaderGone(f"the reader's process is stopped (state {state.decode()})")
+
+    def _take(self, fields: tuple[int, ...], payload: bytes) -> Delivery:
+        _, step, table_at, length, samples, nbytes, content, order = fields
+        skipped = [Skipped(*pair) for pair in json.loads(payload)] if payload else []
+        names = Fingerprint(samples, content % (1 << 64), order % (1 << 64))
+        try:
+            table = arena.read_table(self._memory.memory, table_at, samples)
+        except ValueError as wrong:
+            raise ChannelError(f"batch {step}: {wrong}") from wrong
+        lo, hi = _span(table, table_at, length)
+        taken = hi - lo if length else int(table[:, 1].sum())
+        if 2 * (self._memory.held_bytes + taken) > self._memory.length:
+            table, data = arena.gathered(table, self._memory.root)
+            self._say(Kind.TAKEN, self._generation, step)
+            self._memory.release(table_at)
+            return Delivery(step, data, table, nbytes, names, skipped, private=True)
+        data = self._memory.lease(table_at, length, samples, lo, hi)
+        table[:, 0] = np.where(table[:, 0] == arena.NOT_DELIVERED, -1, table[:, 0] - lo)
+        self._say(Kind.TAKEN, self._generation, step)
+        return Delivery(step, data, table, nbytes, names, skipped, private=False)
+
+    def _wait_for_release(self, needed: int) -> None:
+        """The reader has no room: whoever holds batches must drop some, in another thread."""
+        held = self._memory.held_bytes
+        deadline = time.monotonic() + self._ROOM_SECONDS
+        while self._memory.held_bytes == held:
+            if time.monotonic() > deadline:
+                raise BatchTooLarge(
+                    f"the next batch needs {needed:,} bytes in one piece and the batches still "
+                    f"held take {held:,} of {self._memory.length:,}: drop or clone() them, or "
+                    f"set memory_bytes to at least {2 * (held + needed):,}"
+                )
+            time.sleep(0.001)
+
+    _ROOM_SECONDS = 10.0
+
+
+def _span(table: Int64s, table_at: int, length: int) -> tuple[int, int]:
+    """[lo, hi) that one array must span to see every sample of a batch."""
+    if length:
+        return table_at, table_at + length
+    delivered = table[table[:, 0] != arena.NOT_DELIVERED]
+    if not len(delivered):
+        return table_at, table_at + 1
+    return int(delivered[:, 0].min()), int((delivered[:, 0] + delivered[:, 1]).max())

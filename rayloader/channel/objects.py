@@ -1,0 +1,87 @@
+"""The trainer's end of the Ray channel."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rayloader.arena import Int64s
+from rayloader.channel import Delivery, ReaderGone
+from rayloader.channel.serve import Fetched
+from rayloader.errors import BatchTooLarge, ChannelError
+from rayloader.reader import Blocked, Ended, Failed, ReaderCounts, Ready, Warned
+
+
+class RayChannel:
+    """The trainer's end where reader and trainer share no memory: batches as actor results.
+
+    A few calls are always under way; each brings one outcome, and a batch leaves the reader's
+    arena when its call does. What is abandoned is simply not asked for any more.
+    """
+
+    name = "ray"
+    _CALLS_AHEAD = 4
+    _POLL_SECONDS = 1.0
+
+    def __init__(self, actor: Any, welcome: dict[str, Any]) -> None:
+        """Take batches from ``actor``, which has said ``welcome``."""
+        self._actor = actor
+        self.welcome = welcome
+        self._generation = 0
+        self._calls: collections.deque[Any] = collections.deque()
+        self._asked = 0
+        self._page: Int64s | None = None
+
+    def begin(self, generation: int) -> None:
+        """What comes from now on belongs to this request."""
+        self._generation, self._asked = generation, 0
+        self._calls.clear()
+        self._page = None
+
+    def receive(self, on_wait: Callable[[], None]) -> Delivery | Ended | Warned:
+        """Wait for the next outcome."""
+        import ray
+
+        while len(self._calls) < self._CALLS_AHEAD:
+            self._calls.append(self._actor.take.remote(self._generation, self._asked))
+            self._asked += 1
+        call = self._calls.popleft()
+        try:
+            while not ray.wait([call], timeout=self._POLL_SECONDS)[0]:
+                on_wait()
+            fetched: Fetched | None = ray.get(call)
+        except ray.exceptions.RayActorError as died:
+            raise ReaderGone(f"the reader has died ({type(died).__name__})") from died
+        if fetched is None:
+            raise ChannelError("the reader works on another request")
+        self._page = fetched.page
+        match fetched.outcome:
+            case Ready(step, _, _, _, nbytes, names, skipped):
+                assert fetched.table is not None
+                assert fetched.data is not None
+                data, table = np.array(fetched.data), np.array(fetched.table)
+                return Delivery(step, data, table, nbytes, names, skipped, private=True)
+            case Failed(_, error):
+                raise error
+            case Ended() | Warned() as outcome:
+                return outcome
+            case Blocked(_, needed):
+                raise BatchTooLarge(f"the next batch needs {needed:,} bytes; raise memory_bytes")
+
+    def counts(self) -> ReaderCounts | None:
+        """What came with the last outcome."""
+        if self._page is None:
+            return None
+        counts = ReaderCounts.of(self._page)
+        return counts if counts.generation == self._generation else None
+
+    def set_concurrency(self, concurrency: int) -> None:
+        """Change the ceiling on reads in flight [reads]."""
+        self._actor.set_concurrency.remote(concurrency)
+
+    def close(self) -> None:
+        """Ask for no more."""
+        self._calls.clear()

@@ -1,0 +1,310 @@
+"""The reader's end: one loop that waits for storage, trainer and calls at once."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from rayloader import arena
+from rayloader.arena import Int64s
+from rayloader.catalog import Catalog
+from rayloader.channel.wire import (
+    FIELDS,
+    PAYLOAD_BYTES,
+    PROTOCOL_VERSION,
+    Kind,
+    pack,
+    pack_outcome,
+    peer,
+    unpack,
+)
+from rayloader.errors import ChannelError
+from rayloader.reader import Outcome, Reader, Ready, Request
+
+
+class Link(Protocol):
+    """Where a reader's outcomes go and a trainer's words come from."""
+
+    def descriptors(self) -> list[tuple[int, int]]:
+        """(descriptor, poll events) to wait for."""
+        ...
+
+    def listen(self, reader: Reader) -> bool:
+        """Pass on what the trainer said; False when the trainer is gone."""
+        ...
+
+    def started(self, generation: int) -> bool:
+        """True when the trainer has said everything that belongs to older requests."""
+        ...
+
+    def send(self, generation: int, outcomes: list[Outcome]) -> None:
+        """Pass on what the reader has."""
+        ...
+
+
+class ReaderLoop:
+    """Drives one reader: waits for the storage, the trainer and the actor's calls at once."""
+
+    _SETTLING_SECONDS = 0.005
+    _WATCH_SECONDS = 1.0
+
+    def __init__(
+        self, reader: Reader, storage_fd: int, catalog: Catalog | None, link: Link
+    ) -> None:
+        """Drive ``reader`` with ``link``; ``catalog`` is what plans without a list refer to."""
+        self._reader = reader
+        self._storage_fd = storage_fd
+        self._catalog = catalog
+        self._link = link
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._calls: collections.deque[Callable[[], None]] = collections.deque()
+        self._waiting: tuple[Request, Catalog] | None = None
+        self._generation = 0
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Have ``action`` run by the loop; from any thread."""
+        self._calls.append(action)
+        os.eventfd_write(self._wake, 1)
+
+    def begin(self, request: Request, files: Catalog | None) -> None:
+        """Have the loop begin an epoch; from any thread."""
+        catalog = files if files is not None else self._catalog
+        if catalog is None:
+            raise ChannelError("the request names no files and the reader has no catalog")
+        self.call(lambda: self._accept(request, catalog))
+
+    def run(self) -> None:
+        """Work until the trainer is gone."""
+        while True:
+            self._wait()
+            if not self._link.listen(self._reader):
+                return
+            while self._calls:
+                self._calls.popleft()()
+            self._start()
+            self._link.send(self._generation, self._reader.advance())
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        for fd in (self._wake, self._storage_fd):
+            poll.register(fd, select.POLLIN)
+        for fd, events in self._link.descriptors():
+            poll.register(fd, events)
+        seconds = self._SETTLING_SECONDS if self._reader.settling else self._WATCH_SECONDS
+        ready = poll.poll(seconds * 1000)
+        if any(fd == self._wake for fd, _ in ready):
+            os.eventfd_read(self._wake)
+
+    def _accept(self, request: Request, catalog: Catalog) -> None:
+        if request.generation > self._generation:
+            self._waiting = (request, catalog)
+
+    def _start(self) -> None:
+        if self._waiting is None or not self._link.started(self._waiting[0].generation):
+            return
+        request, catalog = self._waiting
+        self._waiting = None
+        self._generation = request.generation
+        self._reader.begin(request, catalog)
+
+
+class SocketLink:
+    """The reader's end of the local channel."""
+
+    def __init__(self, connection: socket.socket, trainer_pid: int) -> None:
+        """Speak over a connection whose handshake is done."""
+        self._connection = connection
+        self._pidfd = os.pidfd_open(trainer_pid)
+        self._said = 0
+        self._unsent: collections.deque[bytes] = collections.deque()
+
+    def welcome(self, facts: dict[str, Any]) -> None:
+        """Tell the trainer that the reader is there, and what it is."""
+        self._connection.send(pack(Kind.WELCOME, payload=json.dumps(facts).encode()))
+
+    def last_words(self, text: str) -> None:
+        """Tell the trainer why the reader ends."""
+        with contextlib.suppress(OSError):
+            payload = text.encode(errors="replace")[-PAYLOAD_BYTES:]
+            flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+            self._connection.send(pack(Kind.CRASHED, payload=payload), flags)
+
+    def descriptors(self) -> list[tuple[int, int]]:
+        """The socket, and the trainer's life."""
+        events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+        return [(self._connection.fileno(), events), (self._pidfd, select.POLLIN)]
+
+    def listen(self, reader: Reader) -> bool:
+        """Take every packet there is."""
+        while True:
+            try:
+                packet = self._connection.recv(FIELDS.size, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return not select.select([self._pidfd], [], [], 0)[0]
+            except OSError:
+                return False
+            if not packet:
+                return False
+            self._obey(reader, *unpack(packet)[:2])
+
+    def started(self, generation: int) -> bool:
+        """True after BEGIN with this generation."""
+        return self._said >= generation
+
+    def send(self, generation: int, outcomes: list[Outcome]) -> None:
+        """Send as much as the socket takes; the rest when it can take more."""
+        self._unsent.extend(pack_outcome(generation, outcome) for outcome in outcomes)
+        while self._unsent:
+            try:
+                self._connection.send(self._unsent[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._unsent.clear()
+                return
+            self._unsent.popleft()
+
+    def _obey(self, reader: Reader, kind: Kind, fields: tuple[int, ...]) -> None:
+        match kind:
+            case Kind.TAKEN:
+                reader.taken(fields[1])
+            case Kind.RELEASED:
+                reader.released(fields[0])
+            case Kind.HELD:
+                reader.hold(*fields[:3])
+            case Kind.BEGIN:
+                self._said = fields[0]
+                self._unsent.clear()
+                reader.abandon()
+            case Kind.CONCURRENCY:
+                reader.set_concurrency(fields[0])
+            case _:
+                raise ChannelError(f"a trainer does not say {kind.name}")
+
+
+class Attached(NamedTuple):
+    """What a trainer brought along."""
+
+    connection: socket.socket
+    pid: int
+    memory: memoryview
+    catalog: Catalog | None
+
+
+def listen_locally() -> socket.socket:
+    """A listening abstract socket with a name nobody can guess."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(b"\0rayloader-" + os.urandom(16).hex().encode())
+    listener.listen(4)
+    return listener
+
+
+def accept_trainer(listener: socket.socket, deadline: float) -> Attached:
+    """Wait for this user's trainer and take its arena and catalog.
+
+    Raises:
+        TimeoutError: nobody came before the deadline (``time.monotonic``) [s].
+    """
+    while True:
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        connection, _ = listener.accept()
+        pid, uid = peer(connection)
+        if uid != os.getuid():
+            connection.close()
+            continue
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
+        packet, fds, _, _ = socket.recv_fds(connection, FIELDS.size, 2)
+        kind, fields, _ = unpack(packet)
+        if kind is not Kind.HELLO or fields[0] != PROTOCOL_VERSION or not fds:
+            raise ChannelError(f"the trainer speaks another protocol ({kind.name}, {fields[0]})")
+        memory = memoryview(arena.map_memory(fds[0]))
+        os.close(fds[0])
+        catalog = Catalog.from_fd(fds[1]) if len(fds) > 1 else None
+        return Attached(connection, pid, memory, catalog)
+
+
+class QueueLink:
+    """The reader's end of the Ray channel: outcomes wait until the trainer's calls fetch them."""
+
+    def __init__(self, memory: memoryview) -> None:
+        """Hand out copies of batches in ``memory``."""
+        self._memory = memory
+        self._generation = 0
+        self._outcomes: dict[int, Outcome] = {}
+        self._next = 0
+        self._arrived = threading.Condition()
+
+    def descriptors(self) -> list[tuple[int, int]]:
+        """None: the actor's calls wake the loop."""
+        return []
+
+    def listen(self, reader: Reader) -> bool:
+        """Nothing is said here; Ray ends this process with its trainer."""
+        return True
+
+    def started(self, generation: int) -> bool:
+        """A request counts from its arrival."""
+        with self._arrived:
+            self._generation, self._next = generation, 0
+            self._outcomes.clear()
+            self._arrived.notify_all()
+        return True
+
+    def send(self, generation: int, outcomes: list[Outcome]) -> None:
+        """Keep the outcomes until they are fetched."""
+        with self._arrived:
+            for outcome in outcomes:
+                self._outcomes[self._next] = outcome
+                self._next += 1
+            if outcomes:
+                self._arrived.notify_all()
+
+    def take(self, generation: int, index: int, loop: ReaderLoop, reader: Reader) -> Fetched | None:
+        """Wait for outcome ``index`` of a request; ``None`` when a newer request has come."""
+        with self._arrived:
+            self._arrived.wait_for(
+                lambda: (
+                    self._generation > generation
+                    or (self._generation == generation and index in self._outcomes)
+                )
+            )
+            if self._generation > generation:
+                return None
+            outcome = self._outcomes.pop(index)
+        page = np.frombuffer(self._memory, np.int64, arena.HEADER_BYTES // 8)
+        if not isinstance(outcome, Ready):
+            return Fetched(outcome, None, None, page.copy())
+        table, data = _copied_out(self._memory, outcome)
+
+        def give_back() -> None:
+            reader.taken(outcome.step)
+            reader.released(outcome.table_at)
+
+        loop.call(give_back)
+        return Fetched(outcome, table, data, page.copy())
+
+
+class Fetched(NamedTuple):
+    """One outcome as it travels through Ray's object store."""
+
+    outcome: Outcome
+    table: Int64s | None
+    data: np.ndarray | None
+    page: Int64s
+
+
+def _copied_out(memory: memoryview, ready: Ready) -> tuple[Int64s, np.ndarray]:
+    """A batch's table and bytes, gathered into memory of their own."""
+    table = arena.read_table(memory, ready.table_at, ready.samples)
+    root = np.frombuffer(memory, np.uint8)
+    return arena.gathered(table, root)

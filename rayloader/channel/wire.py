@@ -1,0 +1,123 @@
+"""The packets of the local channel.
+
+An abstract Unix SEQPACKET socket. The reader listens, the trainer connects and passes the arena,
+so that what the trainer holds outlives a reader::
+
+    trainer → reader   HELLO (arena and catalog as descriptors) · HELD* · BEGIN
+                       TAKEN a batch · RELEASED a batch · CONCURRENCY
+    reader → trainer   WELCOME · READY · BLOCKED · WARNED · FAILED · ENDED · CRASHED
+
+What is to be read travels as an actor method call; BEGIN with the same generation says that
+everything the trainer said before belongs to an older epoch. Both ends trust only the same user
+(SO_PEERCRED), and both notice the other's death by the socket's end *and* by a pidfd: a process
+forked by the trainer keeps the socket open.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import pickle
+import socket
+import struct
+
+from rayloader.errors import ChannelError, RayloaderError
+from rayloader.reader import Blocked, Ended, Failed, Outcome, Ready, Warned
+
+PROTOCOL_VERSION = 1
+PACKET_BYTES = 1 << 17
+PAYLOAD_BYTES = PACKET_BYTES - 1024
+FIELDS = struct.Struct("<B7x8q")
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Kind(enum.IntEnum):
+    """What a packet says."""
+
+    HELLO = 1
+    HELD = 2
+    BEGIN = 3
+    TAKEN = 4
+    RELEASED = 5
+    CONCURRENCY = 6
+    WELCOME = 16
+    READY = 17
+    BLOCKED = 18
+    WARNED = 19
+    FAILED = 20
+    ENDED = 21
+    CRASHED = 22
+
+
+def pack(kind: Kind, *fields: int, payload: bytes = b"") -> bytes:
+    """A packet: up to eight whole numbers of 64 bits, and bytes behind them."""
+    signed = [value - (1 << 64) if value >= 1 << 63 else value for value in fields]
+    return FIELDS.pack(kind, *signed, *[0] * (8 - len(signed))) + payload
+
+
+def unpack(packet: memoryview | bytes) -> tuple[Kind, tuple[int, ...], bytes]:
+    """The kind, the eight numbers and the bytes of a packet.
+
+    Raises:
+        ChannelError: it is no packet of ours.
+    """
+    if len(packet) < FIELDS.size:
+        raise ChannelError(f"a packet of {len(packet)} bytes is too short")
+    number, *fields = FIELDS.unpack_from(packet)
+    try:
+        return Kind(number), tuple(fields), bytes(packet[FIELDS.size :])
+    except ValueError:
+        raise ChannelError(f"unknown kind of packet: {number}") from None
+
+
+def pack_outcome(generation: int, outcome: Outcome) -> bytes:
+    """What a reader has for its trainer, as a packet."""
+    match outcome:
+        case Ready(step, table_at, length, samples, nbytes, names, skipped):
+            payload = json.dumps(skipped).encode() if skipped else b""
+            while len(payload) > PAYLOAD_BYTES:
+                skipped = skipped[: len(skipped) // 2]
+                payload = json.dumps(skipped).encode()
+            return pack(
+                Kind.READY,
+                generation,
+                step,
+                table_at,
+                length,
+                samples,
+                nbytes,
+                names.content,
+                names.order,
+                payload=payload,
+            )
+        case Failed(step, error):
+            return pack(Kind.FAILED, generation, step, payload=pickled(error))
+        case Blocked(step, needed):
+            return pack(Kind.BLOCKED, generation, step, needed)
+        case Warned(text):
+            return pack(Kind.WARNED, generation, payload=text.encode(errors="replace"))
+        case Ended(steps):
+            return pack(Kind.ENDED, generation, steps)
+
+
+def pickled(error: RayloaderError) -> bytes:
+    """An error as bytes; one too large for a packet is cut to its first words."""
+    payload = pickle.dumps(error)
+    if len(payload) <= PAYLOAD_BYTES:
+        return payload
+    return pickle.dumps(ChannelError(f"{type(error).__name__}: {str(error)[:1000]}"))
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """(process id, user id) of the other end."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(packed)
+    return pid, uid
+
+
+def unpickled(payload: bytes) -> RayloaderError:
+    """The reader's error. The peer is this user's own process, so unpickling gives nobody more."""
+    error = pickle.loads(payload)
+    if not isinstance(error, RayloaderError):
+        return ChannelError(f"the reader failed with {error!r}")
+    return error

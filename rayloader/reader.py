@@ -1,0 +1,542 @@
+"""The reader: a plan, a storage and an arena in; ordered batches within the bounds out.
+
+One thread drives it and nothing in it blocks. Each batch of the plan goes through::
+
+    MEASURING ──► MEASURED ──► FETCHING ──► COMPLETE ──► sent ──► leased ──► released
+     opened and    waits for    bytes        waits for    until the trainer has
+     its sizes     room in      arrive in    its turn     taken and dropped it
+     asked for     the arena    the arena
+
+Room is given strictly in the plan's order: whatever holds room can complete without any more of
+it, so a full arena always drains. No ray and no torch in here.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from rayloader import arena
+from rayloader.arena import NOT_DELIVERED, Int64s, Room, Space
+from rayloader.catalog import Catalog
+from rayloader.config import PAGE, Options
+from rayloader.errors import (
+    BatchTooLarge,
+    RayloaderError,
+    SkipBudgetExceeded,
+    StorageError,
+    StorageStalled,
+)
+from rayloader.plan import EpochPlan, ListPlan
+from rayloader.receipt import Fingerprint, Skipped, fingerprint
+from rayloader.storage import BulkReader, Counters, Keys, Progress
+
+CACHE_LINE = 64
+_NOT_WANTED = -2
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One epoch of one rank, or its rest: the whole position, so that it may be repeated."""
+
+    generation: int
+    """Grows with every request of a trainer; what carries an older one is stale."""
+    epoch: int
+    rank: int
+    plan: EpochPlan | ListPlan
+    first_step: int = 0
+    delivered: frozenset[int] = frozenset()
+    """Steps after ``first_step`` that the trainer already has (``ordered=False``)."""
+    skipped: int = 0
+    """Samples already left out in this epoch, counted against the budget."""
+
+
+class Ready(NamedTuple):
+    """A batch lies in the arena."""
+
+    step: int
+    table_at: int
+    """Where its table begins [bytes]."""
+    length: int
+    """Length of its one extent [bytes]; 0 when it lies in several."""
+    samples: int
+    nbytes: int
+    names: Fingerprint
+    skipped: list[Skipped]
+
+
+class Failed(NamedTuple):
+    """The epoch ends here with an error."""
+
+    step: int
+    error: RayloaderError
+
+
+class Blocked(NamedTuple):
+    """No batch can be placed until the trainer drops some; ``needed`` bytes are wanted."""
+
+    step: int
+    needed: int
+
+
+class Warned(NamedTuple):
+    """Something the user should read; nothing ends."""
+
+    text: str
+
+
+class Ended(NamedTuple):
+    """Every batch of the epoch has been sent."""
+
+    steps: int
+
+
+Outcome = Ready | Failed | Blocked | Warned | Ended
+
+
+class _Stage(enum.Enum):
+    MEASURING = enum.auto()
+    MEASURED = enum.auto()
+    FETCHING = enum.auto()
+    COMPLETE = enum.auto()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Batch:
+    step: int
+    group: int
+    entries: Int64s
+    keys: Keys
+    stage: _Stage = _Stage.MEASURING
+    sizes: Int64s = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    room: Room | None = None
+    reads: int = 0
+    failures: dict[int, StorageError] = dataclasses.field(default_factory=dict)
+
+
+class Reader:
+    """Reads the epochs of one rank, one after the other, for as long as it is asked to."""
+
+    def __init__(self, storage: BulkReader, memory: memoryview, options: Options) -> None:
+        """Read through ``storage`` into ``memory``; both stay the caller's to close."""
+        self._storage = storage
+        self._memory = memory
+        self._options = options
+        self._concurrency = options.concurrency
+        self._alignment = PAGE if options.direct else CACHE_LINE
+        self._space = Space(len(memory))
+        self._groups = 0
+        self._quarantine: list[Room] = []
+        self._leased: dict[int, Room] = {}
+        self._early_releases: set[int] = set()
+        self._request: Request | None = None
+        self._to_plan: Iterator[Int64s]
+        self._forget_epoch()
+        self._statistics = _Statistics(storage, memory)
+
+    # What the trainer says
+
+    def hold(self, table_at: int, length: int, samples: int) -> None:
+        """The trainer still holds this batch from before this reader was started."""
+        if table_at in self._early_releases:
+            self._early_releases.remove(table_at)
+            return
+        room = _room_held(self._memory, table_at, length, samples, self._alignment)
+        for extent in room.extents:
+            self._space.hold(extent)
+        self._leased[table_at] = room
+
+    def begin(self, request: Request, catalog: Catalog) -> None:
+        """Leave what was under way and read this instead."""
+        self.abandon()
+        self._request = request
+        self._catalog = catalog
+        self._to_plan = request.plan.batches(request.first_step, request.plan.steps)
+        self._next_step = request.first_step
+        self._skipped = request.skipped
+        self._early_releases.clear()
+        self._statistics.begin(request.generation)
+
+    def abandon(self) -> None:
+        """Leave the epoch: what the trainer has not taken is free again, what it holds stays."""
+        for group, batch in self._by_group.items():
+            self._storage.discard(group)
+            if batch.room is not None:
+                self._quarantine.append(batch.room)
+        for batch in self._unsent:
+            if batch.stage is _Stage.COMPLETE and batch.room is not None:
+                self._free(batch.room)
+        for room in self._sent.values():
+            self._free(room)
+        self._forget_epoch()
+
+    def taken(self, step: int) -> None:
+        """The trainer has begun to hold the batch of this step."""
+        room = self._sent.pop(step, None)
+        if room is not None:
+            self._leased[room.table_at] = room
+
+    def released(self, table_at: int) -> None:
+        """The trainer has dropped the batch whose table is here."""
+        room = self._leased.pop(table_at, None)
+        if room is None:
+            self._early_releases.add(table_at)
+        else:
+            self._free(room)
+
+    def set_concurrency(self, concurrency: int) -> None:
+        """Change the ceiling on reads in flight [reads]."""
+        self._concurrency = concurrency
+        self._storage.set_concurrency(concurrency)
+
+    # What there is to do
+
+    def advance(self) -> list[Outcome]:
+        """Take what has been read, start what can be started; return what the trainer must know."""
+        for progress in self._storage.collect():
+            self._note(progress)
+        self._reclaim()
+        if self._request is None:
+            return []
+        outcomes = self._send()
+        for step in (self._place, self._measure, self._watch, self._finish):
+            if self._request is not None:
+                outcomes += step()
+        self._statistics.publish(done=self._request is None)
+        return outcomes
+
+    @property
+    def settling(self) -> bool:
+        """True while memory of a discarded read waits to be free."""
+        return bool(self._quarantine)
+
+    def _forget_epoch(self) -> None:
+        self._request = None
+        self._to_plan = iter(())
+        self._by_group: dict[int, _Batch] = {}
+        self._unplaced: collections.deque[_Batch] = collections.deque()
+        self._unsent: collections.deque[_Batch] = collections.deque()
+        self._sent: dict[int, Room] = {}
+        self._fetching = 0
+        self._planned_all = False
+        self._blocked = False
+        self._warned = False
+
+    def _note(self, progress: Progress) -> None:
+        batch = self._by_group.get(progress.group)
+        if batch is None:
+            return
+        batch.failures.update(progress.failures)
+        if batch.stage is _Stage.MEASURING:
+            batch.sizes = progress.sizes
+            batch.stage = _Stage.MEASURED
+        else:
+            batch.stage = _Stage.COMPLETE
+            self._fetching -= batch.reads
+            del self._by_group[progress.group]
+
+    def _measure(self) -> list[Outcome]:
+        """Open files ahead: enough to keep every read busy, no more descriptors than that."""
+        opened = sum(len(batch.entries) for batch in self._unplaced)
+        ahead = len(self._unsent) + len(self._sent)
+        limit = self._options.read_ahead_batches
+        while opened < 2 * self._concurrency and (limit is None or ahead < limit):
+            entries = self._plan_next()
+            if entries is None:
+                self._planned_all = True
+                break
+            keys = Keys(*self._catalog.blob_at(entries))
+            self._groups += 1
+            batch = _Batch(self._next_step - 1, self._groups, entries, keys)
+            self._by_group[batch.group] = batch
+            self._unplaced.append(batch)
+            self._unsent.append(batch)
+            self._storage.measure(batch.group, self._catalog.root, keys)
+            opened += len(entries)
+            ahead += 1
+        return []
+
+    def _plan_next(self) -> Int64s | None:
+        assert self._request is not None
+        for entries in self._to_plan:
+            self._next_step += 1
+            if self._next_step - 1 not in self._request.delivered:
+                return entries
+        return None
+
+    def _place(self) -> list[Outcome]:
+        """Give room to measured batches, in order, and read them."""
+        while self._unplaced and self._fetching < 2 * self._concurrency:
+            batch = self._unplaced[0]
+            if batch.stage is not _Stage.MEASURED:
+                break
+            wanted = self._wanted(batch)
+            needed = arena.room_needed(wanted, self._alignment)
+            if needed > self._space.capacity:
+                return [self._fail(batch, self._too_large(needed))]
+            batch.room = arena.reserve_batch(self._space, wanted, self._alignment)
+            if batch.room is None:
+                return self._wait_for_room(batch, needed)
+            self._blocked = False
+            self._unplaced.popleft()
+            self._fetch(batch)
+        return []
+
+    def _wanted(self, batch: _Batch) -> Int64s:
+        """The sizes that need room: none of a batch that is dropped or has already failed."""
+        if not self._options.deliver or (batch.failures and self._options.on_error == "raise"):
+            return np.full(len(batch.sizes), -1, np.int64)
+        return batch.sizes
+
+    def _fetch(self, batch: _Batch) -> None:
+        assert batch.room is not None
+        places = batch.room.places if self._options.deliver else np.full(len(batch.sizes), -1)
+        if batch.failures:
+            ends = self._options.on_error == "raise"
+            places = np.where((batch.sizes < 0) | ends, _NOT_WANTED, places)
+        part = self._options.part_bytes
+        batch.reads = int(((np.maximum(batch.sizes, 1) + part - 1) // part).sum())
+        batch.stage = _Stage.FETCHING
+        self._fetching += batch.reads
+        self._storage.fetch(batch.group, np.ascontiguousarray(places, np.int64))
+
+    def _wait_for_room(self, batch: _Batch, needed: int) -> list[Outcome]:
+        """Say so, once, when only the trainer can make room."""
+        only_trainer = not (self._fetching or self._sent or self._quarantine or self._blocked)
+        if not only_trainer or self._unsent[0] is not batch:
+            return []
+        self._blocked = True
+        return [Blocked(batch.step, needed)]
+
+    def _send(self) -> list[Outcome]:
+        """Hand over complete batches: in order, or as they come."""
+        outcomes: list[Outcome] = []
+        for batch in list(self._unsent):
+            if batch.stage is _Stage.COMPLETE:
+                self._unsent.remove(batch)
+                outcomes.append(self._deliver(batch))
+                if self._request is None:
+                    return outcomes
+            elif self._options.ordered:
+                break
+        return outcomes
+
+    def _finish(self) -> list[Outcome]:
+        if self._unsent or not self._planned_all:
+            return []
+        self._request = None
+        return [Ended(self._next_step)]
+
+    def _deliver(self, batch: _Batch) -> Outcome:
+        assert batch.room is not None
+        skipped: list[Skipped] = []
+        keep = np.ones(len(batch.entries), bool)
+        if batch.failures:
+            first = batch.failures[min(batch.failures)]
+            if self._options.on_error == "raise":
+                return self._fail(batch, first)
+            self._skipped += len(batch.failures)
+            if self._skipped > self._skip_budget():
+                return self._fail(batch, self._over_budget(first))
+            skipped = [Skipped(e.key, e.cause) for _, e in sorted(batch.failures.items())]
+            keep[list(batch.failures)] = False
+            batch.room = self._give_back(batch.room, ~keep)
+        sizes = batch.sizes[keep]
+        places = batch.room.places[keep] if self._options.deliver else _nowhere(len(sizes))
+        arena.write_table(self._memory, batch.room, places, sizes, batch.entries[keep])
+        self._sent[batch.step] = batch.room
+        whole = batch.room.extents[0].length if len(batch.room.extents) == 1 else 0
+        return Ready(
+            batch.step,
+            batch.room.table_at,
+            whole,
+            len(sizes),
+            int(sizes.sum()),
+            _names(batch.keys, keep),
+            skipped,
+        )
+
+    def _give_back(self, room: Room, failed: np.ndarray) -> Room:
+        """Free the extents of samples that failed after they had got room of their own."""
+        if len(room.extents) == 1:
+            return room
+        lost = set(room.places[failed].tolist()) - {room.table_at}
+        for extent in room.extents:
+            if extent.start in lost:
+                self._space.release(extent)
+        return room._replace(extents=[e for e in room.extents if e.start not in lost])
+
+    def _fail(self, batch: _Batch, error: RayloaderError) -> Failed:
+        assert self._request is not None
+        error.add_note(
+            f"rank {self._request.rank}, epoch {self._request.epoch}, batch {batch.step}"
+        )
+        if batch.room is not None and batch not in self._unsent:
+            self._free(batch.room)
+        self.abandon()
+        return Failed(batch.step, error)
+
+    def _too_large(self, needed: int) -> BatchTooLarge:
+        return BatchTooLarge(
+            f"a batch needs {needed:,} bytes and memory_bytes={self._options.memory_bytes:,} "
+            f"gives {self._space.capacity:,}: set memory_bytes to at least "
+            f"{needed + arena.HEADER_BYTES:,}, or a smaller batch_size, or deliver=False"
+        )
+
+    def _skip_budget(self) -> int:
+        assert self._request is not None
+        share = int(self._options.skip_budget_share * self._request.plan.samples)
+        return min(self._options.skip_budget_files, max(1, share))
+
+    def _over_budget(self, last: StorageError) -> SkipBudgetExceeded:
+        error = SkipBudgetExceeded(
+            f"{self._skipped} samples could not be read, {self._skip_budget()} may be skipped "
+            f"(skip_budget_files, skip_budget_share); the last: {last}"
+        )
+        error.__cause__ = last
+        return error
+
+    def _watch(self) -> list[Outcome]:
+        """Warn of a read that does not return, and give up on it in the end."""
+        age, key = self._storage.oldest_read()
+        if age > self._options.read_timeout and self._unsent:
+            stalled = StorageStalled(key, f"no answer from the storage for {age:.0f} s")
+            return [self._fail(self._unsent[0], stalled)]
+        if age > self._options.stall_seconds and not self._warned:
+            self._warned = True
+            return [Warned(f"{key}: no answer from the storage for {age:.0f} s, still waiting")]
+        return []
+
+    def _reclaim(self) -> None:
+        if self._quarantine and self._storage.settled():
+            for room in self._quarantine:
+                self._free(room)
+            self._quarantine.clear()
+
+    def _free(self, room: Room) -> None:
+        for extent in room.extents:
+            self._space.release(extent)
+        self._blocked = False
+
+
+class _Statistics:
+    """Writes what the storage counted for the running epoch into the arena's first page."""
+
+    INTERVAL = 0.05
+    """At most this often while an epoch runs [s]."""
+
+    def __init__(self, storage: BulkReader, memory: memoryview) -> None:
+        self._storage = storage
+        self._page = np.frombuffer(memory, np.int64, arena.HEADER_BYTES // 8)
+        self._generation = 0
+        self._start = self._last = Counters()
+        self._before = Counters()
+        self._cpu_start = time.process_time_ns()
+        self._published = 0.0
+
+    def begin(self, generation: int) -> None:
+        self._generation = generation
+        self._before = self._last
+        self._start = self._storage.counters()
+        self._storage.reset_peak()
+        self._cpu_start = time.process_time_ns()
+        self.publish(done=True)
+
+    def publish(self, *, done: bool = False) -> None:
+        now = time.monotonic()
+        if not done and now - self._published < self.INTERVAL:
+            return
+        self._published = now
+        self._last = self._storage.counters()
+        cpu = time.process_time_ns() - self._cpu_start
+        self._page[:_COUNTS] = ReaderCounts.between(
+            self._generation, self._before, self._start, self._last, cpu
+        )
+
+
+_HEAD = 13
+_COUNTS = _HEAD + 128
+
+
+class ReaderCounts(NamedTuple):
+    """What the reader counted in one epoch, as it lies in the arena's first page (int64 each)."""
+
+    generation: int
+    metadata_ops: int
+    reads: int
+    bytes_transferred: int
+    retries: int
+    read_ns: int
+    peak_in_flight: int
+    direct_bytes: int
+    direct_fallback_files: int
+    cache_dropped_files: int
+    cpu_ns: int
+    bytes_before_clock: int
+    metadata_ops_before_clock: int
+    latency: Int64s
+
+    @staticmethod
+    def between(
+        generation: int, before: Counters, start: Counters, now: Counters, cpu_ns: int
+    ) -> Int64s:
+        """The counts of an epoch that began at ``start``, as int64 [141].
+
+        Args:
+            generation: of the epoch's request.
+            before: the counters when the epoch before was last looked at.
+            start: the counters at the epoch's begin.
+            now: the counters now.
+            cpu_ns: CPU time of the process since the epoch's begin [ns].
+        """
+        differences = [
+            getattr(now, name) - getattr(start, name)
+            for name in ("metadata_ops", "reads", "bytes_transferred", "retries")
+        ]
+        read_ns = int((now.read_seconds - start.read_seconds) * 1e9)
+        direct = [
+            getattr(now, name) - getattr(start, name)
+            for name in ("direct_bytes", "direct_fallback_files", "cache_dropped_files")
+        ]
+        earlier = [
+            start.bytes_transferred - before.bytes_transferred,
+            start.metadata_ops - before.metadata_ops,
+        ]
+        head = [generation, *differences, read_ns, now.peak_in_flight, *direct, cpu_ns, *earlier]
+        latency = np.subtract(now.latency, start.latency, dtype=np.int64)
+        return np.concatenate([np.array(head, np.int64), latency])
+
+    @classmethod
+    def of(cls, page: Int64s) -> ReaderCounts:
+        """The counts in an arena's first page."""
+        head = dict(zip(cls._fields, page[:_HEAD].tolist(), strict=False))
+        return cls(**head, latency=page[_HEAD:_COUNTS].copy())
+
+
+def _names(keys: Keys, keep: np.ndarray) -> Fingerprint:
+    if keep.all():
+        return fingerprint(keys.blob, keys.offsets)
+    kept = Keys.of([keys.key(int(i)) for i in np.flatnonzero(keep)])
+    return fingerprint(kept.blob, kept.offsets)
+
+
+def _nowhere(samples: int) -> Int64s:
+    return np.full(samples, NOT_DELIVERED, np.int64)
+
+
+def _room_held(
+    memory: memoryview, table_at: int, length: int, samples: int, alignment: int
+) -> Room:
+    """The room of a batch whose table an earlier reader wrote."""
+    table = arena.read_table(memory, table_at, samples)
+    if length:
+        extents = [arena.Extent(table_at, length)]
+    else:
+        extents = arena.pieces(table_at, table[:, 0], table[:, 1], alignment)
+    return Room(extents, table_at, table[:, 0])

@@ -1,0 +1,254 @@
+"""The trainer's hand on its reader: the actor, the channel to it and the memory between them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from rayloader import arena, cluster
+from rayloader.catalog import Catalog
+from rayloader.channel import Channel, Delivery, ReaderGone
+from rayloader.channel.local import LocalChannel, TrainerMemory
+from rayloader.channel.objects import RayChannel
+from rayloader.config import MIB, PAGE, Options
+from rayloader.errors import ChannelError, PlacementFailed, ReaderLost
+from rayloader.launch import Launch
+from rayloader.reader import Ended, ReaderCounts, Request, Warned
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+log = logging.getLogger("rayloader")
+
+_TABLES_BYTES = 4 * MIB
+"""Arena of a reader that drops the bytes: room for batches' tables only [bytes]."""
+
+
+class RemoteReader:
+    """A reader actor that was started, may be started again, and ends with its trainer."""
+
+    def __init__(self, options: Options, launch: Launch, catalog: Catalog | None) -> None:
+        """Prepare a reader of ``catalog``; nothing runs before :meth:`start`."""
+        self._options = options
+        self._launch = launch
+        self._catalog = catalog
+        self._owned = _Owned()
+        self._begun: Any = None
+        weakref.finalize(self, self._owned.close)
+
+    def start(self) -> None:
+        """Join Ray, make the arena, start the actor and attach to it.
+
+        Raises:
+            ClusterError: Ray cannot be joined, or cannot place the actor here.
+            ReaderLost: the actor does not come up within ``start_timeout``.
+        """
+        options = self._options
+        self._connection = cluster.connect(
+            options.ray, run_id=self._launch.run_id, start_timeout=options.start_timeout
+        )
+        self._owned.memory = TrainerMemory(self._arena_bytes())
+        if self._catalog is not None:
+            self._owned.catalog_fd = self._catalog.to_fd()
+        self._attach()
+
+    def restart(self) -> None:
+        """Replace a dead or hanging reader; what the trainer holds stays where it is.
+
+        Raises:
+            ReaderGone: the new one did not come up either.
+        """
+        self._owned.end_reader()
+        try:
+            self._attach()
+        except (ReaderLost, ChannelError, OSError) as failure:
+            raise ReaderGone(str(failure)) from failure
+
+    def close(self) -> None:
+        """End the reader and give the memory back, as far as nobody holds batches in it."""
+        self._owned.close()
+
+    @property
+    def name(self) -> str:
+        """The channel's name, ``local`` or ``ray``."""
+        return self._channel.name
+
+    @property
+    def welcome(self) -> dict[str, Any]:
+        """What the reader said of itself: ``pid``, ``engine``, ``affinity``."""
+        return self._channel.welcome
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bound on batches in memory that is in force [bytes]."""
+        assert self._owned.memory is not None
+        return self._owned.memory.length if self._options.deliver else self._options.memory_bytes
+
+    def begin(self, request: Request, files: Catalog | None) -> None:
+        """Have the reader begin an epoch of its catalog or of an explicit list."""
+        names = files.keys if files is not None else None
+        root = files.root if files is not None else b""
+        self._channel.begin(request.generation)
+        self._begun = self._owned.actor.begin_epoch.remote(request, names, root)
+
+    def receive(self) -> Delivery | Ended | Warned:
+        """Wait for the next thing; see :meth:`~rayloader.channel.Channel.receive`."""
+        return self._channel.receive(self._check_begun)
+
+    def counts(self) -> ReaderCounts | None:
+        """What the reader has counted in the running epoch."""
+        return self._channel.counts()
+
+    def set_concurrency(self, options: Options) -> None:
+        """Change the ceiling on reads in flight, here and for readers started later."""
+        self._options = options
+        self._channel.set_concurrency(options.concurrency)
+
+    @property
+    def _channel(self) -> Channel:
+        if self._owned.channel is None:
+            raise ReaderGone("there is no reader")
+        return self._owned.channel
+
+    def _arena_bytes(self) -> int:
+        options = self._options
+        if not options.deliver:
+            return _TABLES_BYTES
+        length = arena.affordable(options.memory_bytes, self._launch.local_world_size)
+        if length < options.memory_bytes // PAGE * PAGE:
+            log.warning(
+                "memory_bytes=%s is more than this rank's share of the memory that its cgroup has "
+                "free; using %s",
+                f"{options.memory_bytes:,}",
+                f"{length:,}",
+            )
+        return length
+
+    def _attach(self) -> None:
+        """Start an actor on this node and open the channel that reaches it."""
+        import ray
+
+        options = self._options
+        self._owned.actor = self._place()
+        timeout = options.start_timeout
+        try:
+            address = ray.get(self._owned.actor.listen.remote(), timeout=timeout)
+            self._owned.channel = self._connect(address)
+        except ray.exceptions.GetTimeoutError as late:
+            raise ReaderLost(
+                f"the reader did not come up within start_timeout={timeout:g} s"
+            ) from late
+        except (
+            ray.exceptions.ActorUnschedulableError,
+            ray.exceptions.ActorPlacementGroupRemoved,
+        ) as nowhere:
+            raise PlacementFailed(f"Ray cannot place a reader on this node: {nowhere}") from nowhere
+        except ray.exceptions.RayActorError as died:
+            raise ReaderLost(f"the reader died while starting: {_cause(died)}") from died
+        except ray.exceptions.RayTaskError as failed:
+            raise ReaderLost(f"the reader could not start: {_cause(failed)}") from failed
+
+    def _place(self) -> Any:
+        import ray
+
+        from rayloader.actor import CALLS_AT_ONCE, ReaderActor
+
+        placement = cluster.place_reader(self._connection)
+        actor = ray.remote(ReaderActor).options(max_concurrency=CALLS_AT_ONCE, **placement)
+        return actor.remote(self._options, self._cpus())
+
+    def _connect(self, address: str) -> Channel:
+        import ray
+
+        options, memory, actor = self._options, self._owned.memory, self._owned.actor
+        assert memory is not None
+        if options.channel != "ray":
+            try:
+                return LocalChannel(address, memory, self._owned.catalog_fd, options.start_timeout)
+            except OSError as unreachable:
+                if options.channel == "local":
+                    raise ChannelError(
+                        f"the reader's socket cannot be reached from this process ({unreachable}); "
+                        'channel="auto" would use Ray\'s object store'
+                    ) from unreachable
+        known = self._catalog
+        names: pa.Array | None = known.keys if known is not None else None
+        root = known.root if known is not None else b""
+        serving = actor.serve.remote(names, root, memory.length)
+        return RayChannel(actor, ray.get(serving, timeout=options.start_timeout))
+
+    def _cpus(self) -> list[int]:
+        """The CPUs of the reader; empty where they cannot be told from here."""
+        if not self._connection.same_node:
+            return []
+        mine = sorted(os.sched_getaffinity(0))
+        if self._options.cpus == "node":
+            return list(range(os.cpu_count() or 1))
+        if len(mine) < 2:
+            log.warning(
+                "rank %d may use only CPU %s, and so may its reader: set cpus='node', or start "
+                "the ranks without binding them (mpirun --bind-to none)",
+                self._launch.rank,
+                mine[0],
+            )
+        return mine
+
+    def _check_begun(self) -> None:
+        """A request that the reader refused must not be waited for."""
+        import ray
+
+        if not ray.is_initialized() or not ray.wait([self._begun], timeout=0)[0]:
+            return
+        try:
+            ray.get(self._begun)
+        except ray.exceptions.RayTaskError as failed:
+            raise ReaderGone(f"the reader could not begin the epoch: {_cause(failed)}") from failed
+        except ray.exceptions.RayError as lost:
+            log.debug("the actor's answer is lost; its socket lives: %s", lost)
+
+
+class _Owned:
+    """What must be given back, kept apart so that a forgotten reader can be collected."""
+
+    def __init__(self) -> None:
+        self.actor: Any = None
+        self.channel: Channel | None = None
+        self.memory: TrainerMemory | None = None
+        self.catalog_fd: int | None = None
+        self.pid = os.getpid()
+
+    def end_reader(self) -> None:
+        """Let the channel go and kill the actor, if it still is."""
+        channel, actor = self.channel, self.actor
+        self.channel = self.actor = None
+        if channel is not None:
+            channel.close()
+        if actor is not None:
+            import ray
+
+            with contextlib.suppress(Exception):
+                if ray.is_initialized():
+                    ray.kill(actor, no_restart=True)
+
+    def close(self) -> None:
+        """Give everything back; in a forked child there is nothing to give."""
+        if os.getpid() != self.pid:
+            return
+        self.end_reader()
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+        if self.catalog_fd is not None:
+            os.close(self.catalog_fd)
+            self.catalog_fd = None
+
+
+def _cause(failure: BaseException) -> str:
+    """The last line of what Ray reports: the user's error without Ray's stack."""
+    if isinstance(cause := getattr(failure, "cause", None), BaseException):
+        return f"{type(cause).__name__}: {cause}"
+    lines = [line for line in str(failure).strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(failure).__name__
