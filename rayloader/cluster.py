@@ -1,0 +1,676 @@
+"""Join a Ray, or start a private one: where the readers of this process live.
+
+``connect`` finds the Ray that :attr:`rayloader.config.Options.ray` names, proves that it answers
+before joining it, and joins it within a deadline without touching the caller's logging, signals or
+environment. A private Ray belongs to the node's guardian (``rayloader.guardian``), which runs
+``python -m rayloader.cluster`` to start it.
+
+Ray is imported inside functions only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+from rayloader import guardian as guarding
+from rayloader.config import Options
+from rayloader.errors import (
+    ClusterError,
+    ClusterUnreachable,
+    OptionError,
+    PlacementFailed,
+    RayloaderError,
+    UsageError,
+)
+from rayloader.node import Guardian, RayAddress
+
+NAMESPACE = "rayloader"
+"""The Ray namespace of what rayloader joins by itself."""
+PROBE_SECONDS = 3.0
+"""An address must take a connection and speak HTTP/2 within this [s]."""
+LEAVE_SECONDS = 5.0
+"""Ray's own shutdown may take this long; then it is left to the guardian [s]."""
+OBJECT_STORE_BYTES = 80 << 20
+"""Object store of a private Ray, just above Ray's least; batches do not go through it [bytes]."""
+NEVER = 10 * 365 * 24 * 3600
+"""A deadline that Ray insists on and that must not come [s]."""
+
+PRIVATE_SETTINGS: dict[str, Any] = {
+    # Ray ends a process that has lost its GCS, drivers included, after 60 s: never do.
+    "gcs_rpc_server_reconnect_timeout_s": NEVER,
+    # The same processes for the whole run: none made in advance, none reaped, none killed.
+    "enable_worker_prestart": False,
+    "prestart_worker_first_driver": False,
+    "kill_idle_workers_interval_ms": 0,
+    "memory_monitor_refresh_ms": 0,
+    # Nobody looks at them.
+    "enable_metrics_collection": False,
+    "enable_timeline": False,
+    "task_events_report_interval_ms": 0,
+}
+"""Settings of a private Ray that reach its processes and its drivers."""
+
+PRIVATE_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Despite its name: without it every port of every process listens on all interfaces.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # An actor without GPUs keeps CUDA_VISIBLE_DEVICES as it is; unset, every driver is warned.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+"""Environment of a private Ray's processes, beside its token."""
+
+_DRIVER_ENVIRONMENT = ("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+_HTTP2_SETTINGS = 4
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Connection:
+    """The Ray that this process has joined.
+
+    Attributes:
+        address: ``host:port`` of its GCS.
+        node_id: the Ray node that this process is on, hex; readers are placed there.
+        private: started by this run's guardian, and ended by it.
+        joined: rayloader joined it (and leaves it), not the user's own ``ray.init``.
+    """
+
+    address: str
+    node_id: str
+    private: bool
+    joined: bool
+
+
+class _State:
+    """What this process has: at most one connection and one guardian."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.connection: Connection | None = None
+        self.guardian: Guardian | None = None
+        self.restore: Callable[[], None] | None = None
+        self.stuck: str | None = None
+        self.forked = False
+        self.at_exit = False
+
+
+_state = _State()
+
+
+def connect(
+    choice: str = "auto",
+    *,
+    run_id: str | None = None,
+    start_timeout: float = Options.start_timeout,
+) -> Connection:
+    """Join the Ray that ``choice`` names; again and from any thread: the same connection.
+
+    Args:
+        choice: ``auto``: the one this process has joined, else ``RAY_ADDRESS``, else a private one.
+            ``private``: this run's own. ``cluster``: ``RAY_ADDRESS``, else the one running on this
+            machine. Or an address, ``host:port``.
+        run_id: what this run's ranks on this node have in common; ``None``: this process only.
+        start_timeout: until Ray must have been started and joined [s].
+
+    Raises:
+        OptionError: ``choice`` is none of these.
+        UsageError: this process has joined another Ray, or is a forked child of one that had.
+        ClusterUnreachable: no Ray answers there, or it refuses this process.
+        ClusterError: the private Ray cannot be started.
+    """
+    with _state.lock:
+        if _state.forked:
+            raise UsageError(
+                "this process was forked from one that had joined Ray, which Ray does not support: "
+                "start it with the 'spawn' method"
+            )
+        if _state.stuck:
+            raise ClusterError(_state.stuck)
+        address = _resolve(choice)
+        mine = _state.connection
+        if mine is not None and _joined_by_hand() is not None:
+            if address is None and choice == "private" and not mine.private:
+                raise UsageError(_already(mine.address, choice))
+            if address is not None and not _same_address(address, mine.address):
+                raise UsageError(_already(mine.address, choice))
+            return mine
+        found = _joined_by_hand()
+        if found is not None:
+            if choice != "auto" and (address is None or not _same_address(address, found.address)):
+                raise UsageError(_already(found.address, choice))
+            _state.connection = found
+        elif address is None:
+            _state.connection = _private(run_id, time.monotonic() + start_timeout)
+        else:
+            _state.connection = _join_address(address, choice, time.monotonic() + start_timeout)
+        return _state.connection
+
+
+def guardian(run_id: str | None = None, *, timeout: float = Options.start_timeout) -> Guardian:
+    """This process's hold on its node's guardian, which it joins at the first call.
+
+    Args:
+        run_id: what this run's ranks on this node have in common; ``None``: this process only.
+            The first call decides; later ones get the same guardian.
+        timeout: until it must have answered [s].
+
+    Raises:
+        ClusterError: it cannot be started.
+    """
+    with _state.lock:
+        if _state.guardian is None or not _state.guardian.alive():
+            _forget_guardian()
+            _state.guardian = Guardian.join(run_id, timeout)
+            _at_exit()
+        return _state.guardian
+
+
+def shutdown() -> None:
+    """Leave Ray if rayloader joined it, and the guardian. Idempotent; ``connect`` works again.
+
+    The last process of the run to do this ends the private Ray.
+    """
+    with _state.lock:
+        connection, _state.connection = _state.connection, None
+        restore, _state.restore = _state.restore, None
+        if connection is not None and connection.joined and not _state.forked:
+            _leave()
+        if restore is not None:
+            restore()
+        _forget_guardian()
+
+
+def place_reader(connection: Connection) -> dict[str, Any]:
+    """Options of a reader's actor: on this process's node, asking for no CPU slot."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return {
+        "num_cpus": 0,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(connection.node_id, soft=False),
+    }
+
+
+def cluster_error(error: BaseException) -> ClusterError | None:
+    """rayloader's name for an error of Ray's about placing or reaching an actor, if it has one."""
+    import ray.exceptions as raised
+
+    if isinstance(error, raised.ActorUnschedulableError):
+        return PlacementFailed(f"Ray cannot place the reader on this node: {_first_line(error)}")
+    if isinstance(error, raised.RaySystemError | raised.RpcError):
+        return ClusterError(f"Ray failed: {_first_line(error)}")
+    return None
+
+
+# Which Ray
+
+
+def _resolve(choice: str) -> str | None:
+    """The address that ``choice`` means; ``None``: a private Ray, or the one already joined."""
+    told = os.environ.get("RAY_ADDRESS", "")
+    if choice == "private":
+        return None
+    if choice == "auto":
+        if _joined_by_hand() is not None or _state.connection is not None or not told:
+            return None
+        choice = told
+    if choice in ("cluster", "auto", "local"):
+        if told in ("", "auto", "local"):
+            return _running_here()
+        choice = told
+    if "://" in choice:
+        raise OptionError(
+            f"ray={choice!r}: Ray Client cannot be used, its actors share no memory with this "
+            "process; run on a node of the cluster and give host:port, or 'cluster'"
+        )
+    host, colon, port = choice.rpartition(":")
+    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        raise OptionError(
+            f"ray={choice!r}: must be 'auto', 'private', 'cluster' or an address host:port"
+        )
+    return choice
+
+
+def _running_here() -> str:
+    """The address of the Ray that ``ray start`` or another ``ray.init`` runs on this machine."""
+    where = os.path.join(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
+    try:
+        with open(where) as file:
+            return file.read().strip()
+    except OSError:
+        raise ClusterUnreachable(
+            "no Ray runs on this machine (and RAY_ADDRESS is not set): start one with "
+            "'ray start --head', or choose ray='private'"
+        ) from None
+
+
+def _joined_by_hand() -> Connection | None:
+    """The Ray this process is connected to, whoever joined it, without importing ray."""
+    ray = sys.modules.get("ray")
+    if ray is None or not hasattr(ray, "is_initialized") or not ray.is_initialized():
+        return None
+    if _state.connection is not None and _state.connection.joined:
+        return _state.connection
+    if ray.util.client.ray.is_connected():
+        raise UsageError(
+            "this process is connected through Ray Client, whose actors share no memory with it: "
+            "run on a node of the cluster"
+        )
+    context = ray.get_runtime_context()
+    return Connection(context.gcs_address, context.get_node_id(), private=False, joined=False)
+
+
+def _same_address(one: str, other: str) -> bool:
+    return one == other or _canonical(one) == _canonical(other)
+
+
+def _canonical(address: str) -> str:
+    """An address as Ray names it: the node's address for localhost."""
+    from ray._private import services
+
+    return str(services.canonicalize_bootstrap_address(address))
+
+
+def _already(address: str, choice: str) -> str:
+    return (
+        f"this process has already joined the Ray at {address}, so ray={choice!r} is impossible: "
+        "use ray='auto', or leave it first (ray.shutdown(), rayloader.shutdown())"
+    )
+
+
+# Joining
+
+
+def _private(run_id: str | None, deadline: float) -> Connection:
+    guard = guardian(run_id, timeout=deadline - time.monotonic())
+    try:
+        where = guard.ray(max(deadline - time.monotonic(), 0.1))
+        _import_ray(where)
+        restore = _authenticate(where.token)
+    except BaseException:
+        _forget_guardian()
+        raise
+    try:
+        with _loopback():
+            node_id = _init(where.address, deadline)
+    except BaseException:
+        restore()
+        _forget_guardian()
+        raise
+    _state.restore = restore
+    return Connection(where.address, node_id, private=True, joined=True)
+
+
+def _join_address(address: str, choice: str, deadline: float) -> Connection:
+    probe(address)
+    _import_ray(None)
+    canonical = _canonical(address)
+    restore: Callable[[], None] | None = None
+    loopback: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if canonical != address:
+        try:
+            probe(canonical)
+        except ClusterUnreachable:  # it listens on loopback only
+            canonical, loopback = address, _loopback()
+    if choice == "cluster" and "RAY_AUTH_MODE" not in os.environ and _has_token():
+        restore = _authenticate(None)
+    try:
+        with loopback:
+            _within(lambda: _check_gcs(canonical), min(deadline, _soon()), _mute(address))
+            node_id = _init(canonical, deadline)
+    except BaseException:
+        if restore is not None:
+            restore()
+        raise
+    _state.restore = restore
+    return Connection(canonical, node_id, private=False, joined=True)
+
+
+def probe(address: str, seconds: float = PROBE_SECONDS) -> None:
+    """Prove within ``seconds`` that something at ``host:port`` speaks what Ray speaks.
+
+    Ray's own ``init`` hangs for minutes on a dead address.
+
+    Raises:
+        ClusterUnreachable: nothing listens there, or it does not speak HTTP/2.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + seconds
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), seconds) as connection:
+            connection.sendall(_HTTP2_PREFACE)
+            frame = b""
+            while len(frame) < 4:
+                connection.settimeout(max(deadline - time.monotonic(), 0.001))
+                part = connection.recv(64)
+                if not part:
+                    break
+                frame += part
+    except OSError as error:
+        why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise ClusterUnreachable(f"no Ray answers at {address}: {why}") from error
+    if frame[3:4] != bytes([_HTTP2_SETTINGS]):
+        raise ClusterUnreachable(
+            f"what listens at {address} is no Ray: it does not speak gRPC "
+            "(Ray's port is 6379 unless chosen otherwise; 8265 is its dashboard)"
+        )
+
+
+def _check_gcs(address: str) -> None:
+    """Ask the GCS for its nodes, and find one that is here.
+
+    Raises:
+        ClusterUnreachable: it is no GCS, refuses this process, or has no node on this machine.
+    """
+    from ray._private import services
+    from ray._raylet import GcsClient
+
+    try:
+        nodes = GcsClient(address=address).get_all_node_info(timeout=PROBE_SECONDS)
+    except Exception as error:
+        raise _refusal(address, error) from error
+    here = services.find_node_ids()
+    if not any(node_id.hex() in here for node_id in nodes):
+        raise ClusterUnreachable(
+            f"this machine is no node of the Ray at {address}, so no reader can share memory with "
+            f"this process: run 'ray start --address={address}' here first"
+        )
+
+
+def _refusal(address: str, error: BaseException) -> ClusterUnreachable:
+    text = _first_line(error)
+    if "uthenticat" in type(error).__name__ + str(error) or "oken" in text:
+        return ClusterUnreachable(
+            f"the Ray at {address} asks for a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or "
+            "RAY_AUTH_TOKEN_PATH) as its own processes have them"
+        )
+    if "not found" in text or "nimplemented" in text:
+        return ClusterUnreachable(f"what listens at {address} is no Ray head: {text}")
+    return ClusterUnreachable(f"the Ray at {address} cannot be joined: {text}")
+
+
+def _init(address: str, deadline: float) -> str:
+    """``ray.init`` in a thread, because nothing else bounds it.
+
+    Returns:
+        The id of this process's node, hex.
+    """
+
+    def join() -> str:
+        import ray
+
+        try:
+            ray.init(
+                address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False
+            )
+        except Exception as error:
+            raise _refusal(address, error) from error
+        return str(ray.get_runtime_context().get_node_id())
+
+    with _undisturbed():
+        node_id = _within(join, deadline, _mute(address))
+    _at_exit()
+    return node_id
+
+
+def _within(act: Callable[[], _T], deadline: float, late: ClusterError) -> _T:
+    """The result of ``act``, run in a thread of its own that is abandoned at the deadline."""
+    result: list[_T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(act())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="rayloader-join", daemon=True)
+    thread.start()
+    thread.join(max(deadline - time.monotonic(), 0.0))
+    if thread.is_alive():
+        _state.stuck = f"{late} (an earlier attempt to join it still hangs in this process)"
+        raise late
+    if failure:
+        raise failure[0]
+    return result[0]
+
+
+def _mute(address: str) -> ClusterUnreachable:
+    return ClusterUnreachable(f"the Ray at {address} takes connections but does not answer")
+
+
+def _soon() -> float:
+    return time.monotonic() + 2 * PROBE_SECONDS
+
+
+def _leave() -> None:
+    """``ray.shutdown``, which may hang when Ray is half dead."""
+    import ray
+
+    with contextlib.suppress(RayloaderError), _undisturbed():
+        _within(ray.shutdown, time.monotonic() + LEAVE_SECONDS, ClusterError("Ray does not end"))
+
+
+# Leaving the process as it was
+
+
+def _import_ray(where: RayAddress | None) -> None:
+    """Import ray with what it reads at import in place."""
+    if "ray" in sys.modules:
+        return
+    names = _DRIVER_ENVIRONMENT if where is not None else _DRIVER_ENVIRONMENT[:1]
+    with _environment({name: PRIVATE_ENVIRONMENT[name] for name in names}):
+        import ray  # noqa: F401
+
+
+def _authenticate(token: str | None) -> Callable[[], None]:
+    """Put the token where Ray looks for it, also when Ray was imported long ago.
+
+    Args:
+        token: of a private Ray; ``None``: the user's own (``~/.ray/auth_token``).
+
+    Returns:
+        What puts everything back.
+    """
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    def reload() -> None:
+        Config.initialize("")  # reads RAY_* anew
+        AuthenticationTokenLoader.instance().reset_cache()
+
+    changes = {"RAY_AUTH_MODE": "token"}
+    if token is not None:
+        changes["RAY_AUTH_TOKEN"] = token
+        changes["RAY_gcs_rpc_server_reconnect_timeout_s"] = str(NEVER)
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    reload()
+
+    def restore() -> None:
+        _put(before)
+        reload()
+
+    return restore
+
+
+def _has_token() -> bool:
+    from ray._raylet import AuthenticationTokenLoader
+
+    return bool(AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+
+
+@contextlib.contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        _put(before)
+
+
+def _put(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """Let Ray join at 127.0.0.1, which it otherwise turns into the machine's own address."""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Undo what ``ray.init`` does to the process: its logger, its warnings, its signals."""
+    log = logging.getLogger("ray")
+    handlers, level, propagate = list(log.handlers), log.level, log.propagate
+    log.setLevel(logging.ERROR)
+    signals = _Signals()
+    try:
+        with _environment({name: PRIVATE_ENVIRONMENT[name] for name in _DRIVER_ENVIRONMENT[:1]}):
+            yield
+    finally:
+        signals.put_back()
+        log.handlers[:], log.level, log.propagate = handlers, level, propagate
+
+
+class _Signals:
+    """The C-level signal actions, which Ray's core replaces behind Python's back."""
+
+    _NUMBERS = (
+        signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD,
+        signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP,
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+        self._actions = {}
+        for number in self._NUMBERS:
+            action = ctypes.create_string_buffer(256)  # a struct sigaction is smaller
+            if self._libc.sigaction(int(number), None, action) == 0:
+                self._actions[number] = action
+
+    def put_back(self) -> None:
+        for number, action in self._actions.items():
+            self._libc.sigaction(int(number), action, None)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _forget_guardian() -> None:
+    held, _state.guardian = _state.guardian, None
+    if held is not None:
+        held.close()
+
+
+def _at_exit() -> None:
+    if not _state.at_exit:
+        _state.at_exit = True
+        atexit.register(shutdown)
+
+
+def _in_child() -> None:
+    forked = _state.forked or _state.connection is not None
+    _state.__init__()  # type: ignore[misc]  # the lock may have been held
+    _state.forked = forked
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+# Starting: what the guardian runs
+
+
+def start_head(directory: str, lifeline: int, report: int) -> NoReturn:
+    """Start a private Ray's processes, report its address, and become their keeper.
+
+    Args:
+        directory: private and existing; Ray's files go there.
+        lifeline: a pipe that ends with the guardian.
+        report: a pipe for one JSON object with address, token and node_id, or an error.
+    """
+    guarding.subreaper()
+    threading.Thread(target=_end_with, args=(lifeline, directory), daemon=True).start()
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        del os.environ[name]
+    token = secrets.token_hex(32)
+    os.environ.update(PRIVATE_ENVIRONMENT, RAY_AUTH_TOKEN=token)
+    node = _start_node(directory)
+    where = {"address": node.address, "token": token, "node_id": node.node_id}
+    os.write(report, json.dumps(where).encode() + b"\n")
+    watched = [
+        f"{processes[0].process.pid}={name}" for name, processes in node.all_processes.items()
+    ]
+    command = [sys.executable, "-P", "-S", "-m", "rayloader.guardian", "--keep", directory]
+    os.execv(sys.executable, [*command, str(lifeline), str(report), *watched])
+
+
+def _start_node(directory: str) -> Any:
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    class Head(Node):  # type: ignore[misc]
+        def start_api_server(self, **_: Any) -> None:
+            """Leave out the dashboard: a process, a port, a second of start-up."""
+
+    parameters = RayParams(
+        node_ip_address="127.0.0.1",
+        node_name="127.0.0.1",
+        gcs_server_port=0,
+        dashboard_agent_listen_port=0,
+        num_cpus=0,
+        num_gpus=0,
+        resources={},
+        labels={},
+        object_store_memory=OBJECT_STORE_BYTES,
+        temp_dir=directory,
+        session_name="s",
+        include_dashboard=False,
+        include_log_monitor=False,
+        no_monitor=True,
+        _system_config=dict(PRIVATE_SETTINGS),
+    )
+    return Head(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
+
+
+def _end_with(lifeline: int, directory: str) -> None:
+    """While Ray is being started: end with the guardian."""
+    os.read(lifeline, 1)
+    guarding.end_children()
+    guarding.remove(directory)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    start_head(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
