@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
+import importlib
 import json
 import logging
 import os
@@ -90,12 +91,14 @@ class Connection:
         node_id: the Ray node that this process is on, hex; readers are placed there.
         private: started by this run's guardian, and ended by it.
         joined: rayloader joined it (and leaves it), not the user's own ``ray.init``.
+        same_node: that node's processes are visible from here: they share CPUs and memory.
     """
 
     address: str
     node_id: str
     private: bool
     joined: bool
+    same_node: bool = True
 
 
 class _State:
@@ -210,7 +213,7 @@ def place_reader(connection: Connection) -> dict[str, Any]:
 
 
 def cluster_error(error: BaseException) -> ClusterError | None:
-    """rayloader's name for an error of Ray's about placing or reaching an actor, if it has one."""
+    """The error of rayloader's that tells one of Ray's about placing or reaching an actor."""
     import ray.exceptions as raised
 
     if isinstance(error, raised.ActorUnschedulableError):
@@ -275,7 +278,9 @@ def _joined_by_hand() -> Connection | None:
             "run on a node of the cluster"
         )
     context = ray.get_runtime_context()
-    return Connection(context.gcs_address, context.get_node_id(), private=False, joined=False)
+    node_id = context.get_node_id()
+    here = node_id in ray._private.services.find_node_ids()
+    return Connection(context.gcs_address, node_id, private=False, joined=False, same_node=here)
 
 
 def _same_address(one: str, other: str) -> bool:
@@ -381,10 +386,9 @@ def _check_gcs(address: str) -> None:
         ClusterUnreachable: it is no GCS, refuses this process, or has no node on this machine.
     """
     from ray._private import services
-    from ray._raylet import GcsClient
 
     try:
-        nodes = GcsClient(address=address).get_all_node_info(timeout=PROBE_SECONDS)
+        nodes = _core().GcsClient(address=address).get_all_node_info(timeout=PROBE_SECONDS)
     except Exception as error:
         raise _refusal(address, error) from error
     here = services.find_node_ids()
@@ -399,8 +403,8 @@ def _refusal(address: str, error: BaseException) -> ClusterUnreachable:
     text = _first_line(error)
     if "uthenticat" in type(error).__name__ + str(error) or "oken" in text:
         return ClusterUnreachable(
-            f"the Ray at {address} asks for a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or "
-            "RAY_AUTH_TOKEN_PATH) as its own processes have them"
+            f"the Ray at {address} asks for a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN "
+            "(or RAY_AUTH_TOKEN_PATH) as its own processes have them"
         )
     if "not found" in text or "nimplemented" in text:
         return ClusterUnreachable(f"what listens at {address} is no Ray head: {text}")
@@ -490,11 +494,10 @@ def _authenticate(token: str | None) -> Callable[[], None]:
     Returns:
         What puts everything back.
     """
-    from ray._raylet import AuthenticationTokenLoader, Config
 
     def reload() -> None:
-        Config.initialize("")  # reads RAY_* anew
-        AuthenticationTokenLoader.instance().reset_cache()
+        _core().Config.initialize("")  # reads RAY_* anew
+        _core().AuthenticationTokenLoader.instance().reset_cache()
 
     changes = {"RAY_AUTH_MODE": "token"}
     if token is not None:
@@ -512,9 +515,12 @@ def _authenticate(token: str | None) -> Callable[[], None]:
 
 
 def _has_token() -> bool:
-    from ray._raylet import AuthenticationTokenLoader
+    return bool(_core().AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
 
-    return bool(AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+
+def _core() -> Any:
+    """Ray's C++ side, whose stub file does not name all of it."""
+    return importlib.import_module("ray._raylet")
 
 
 @contextlib.contextmanager

@@ -522,8 +522,8 @@ def _tell_deaths(report: int, watched: dict[int, str]) -> None:
         while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
             name = watched.pop(reaped[0], None)
             if name is not None:
-                how = os.waitstatus_to_exitcode(reaped[1])
-                how = f"signal {-how}" if how < 0 else f"status {how}"
+                status = os.waitstatus_to_exitcode(reaped[1])
+                how = f"signal {-status}" if status < 0 else f"status {status}"
                 error = f"the private Ray of this node died: its {name} ended with {how}"
                 with contextlib.suppress(OSError):
                     os.write(report, json.dumps({"error": error}).encode() + b"\n")
