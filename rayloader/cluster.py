@@ -132,6 +132,8 @@ def connect(
         run_id: what this run's ranks on this node have in common; ``None``: this process only.
         start_timeout: until Ray must have been started and joined [s].
 
+    A private Ray that has died is started and joined anew.
+
     Raises:
         OptionError: ``choice`` is none of these.
         UsageError: this process has joined another Ray, or is a forked child of one that had.
@@ -153,7 +155,9 @@ def connect(
                 raise UsageError(_already(mine.address, choice))
             if address is not None and not _same_address(address, mine.address):
                 raise UsageError(_already(mine.address, choice))
-            return mine
+            if not mine.private or _still_there(mine, start_timeout):
+                return mine
+            shutdown()  # it died: start again
         found = _joined_by_hand()
         if found is not None:
             if choice != "auto" and (address is None or not _same_address(address, found.address)):
@@ -322,6 +326,16 @@ def _private(run_id: str | None, deadline: float) -> Connection:
         raise
     _state.restore = restore
     return Connection(where.address, node_id, private=True, joined=True)
+
+
+def _still_there(connection: Connection, timeout: float) -> bool:
+    """Whether a private Ray is the one that was joined; a dead one is replaced by asking."""
+    try:
+        return _state.guardian is not None and (
+            _state.guardian.ray(timeout).address == connection.address
+        )
+    except ClusterError:
+        return False
 
 
 def _join_address(address: str, choice: str, deadline: float) -> Connection:

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from rayloader.node import LOST_THE_RACE, SERVING, encode, peer, receive
@@ -80,7 +80,7 @@ class _Server:
         self._owners: set[_Peer] = set()
         self._shared: dict[str, _Shared] = {}
         self._said: dict[str, list[tuple[_Peer, str]]] = {}
-        self._ray = _PrivateRay()
+        self._rays: list[_PrivateRay] = []
         self._stop = False
         self._do: dict[str, Callable[[_Peer, dict[str, Any]], None]] = {
             "join": self._join,
@@ -104,7 +104,9 @@ class _Server:
             self._stop |= not self._owners if joined else time.monotonic() > give_up
         # The name is free from here on: a rank that comes now starts a new guardian.
         self._listener.close()
-        self._ray.end()
+        end_children()
+        for ray in self._rays:
+            ray.remove()
 
     def _watch(self, source: Any, then: Callable[[], None]) -> None:
         self._selector.register(source, selectors.EVENT_READ, then)
@@ -165,7 +167,8 @@ class _Server:
             self._owners.remove(one)
             if all(other.pid != one.pid for other in self._owners):
                 self._leave(one.pid)
-        self._ray.waiting = [other for other in self._ray.waiting if other is not one]
+        for ray in self._rays:
+            ray.waiting = [other for other in ray.waiting if other is not one]
         for name, said in list(self._said.items()):
             self._said[name] = [(other, value) for other, value in said if other is not one]
             if not self._said[name]:
@@ -195,44 +198,54 @@ class _Server:
     # The private Ray
 
     def _ask_ray(self, one: _Peer, _: dict[str, Any]) -> None:
-        if self._ray.reply is not None:
-            self._answer(one, self._ray.reply)
+        if not self._rays or self._rays[-1].dead:
+            self._rays.append(_PrivateRay())
+        ray = self._rays[-1]
+        if ray.where is not None:
+            self._answer(one, ray.where)
             return
-        self._ray.waiting.append(one)
-        if not self._ray.started:
+        ray.waiting.append(one)
+        if ray.keeper is None:
             try:
-                report = self._ray.start()
+                report = ray.start()
             except OSError as error:
-                self._ray.started = False
-                self._tell_ray({"error": f"the private Ray cannot be started: {error}"}, False)
-                return
-            self._watch(report, lambda: self._hear_ray(report))
+                self._bury(ray, f"the private Ray cannot be started: {error}")
+            else:
+                self._watch(report, lambda: self._hear_ray(ray, report))
 
-    def _hear_ray(self, report: int) -> None:
+    def _hear_ray(self, ray: _PrivateRay, report: int) -> None:
+        """The keeper says where Ray is, or that part of it died; it ends when the keeper does."""
         data = os.read(report, 65536)
         if not data:
             self._selector.unregister(report)
             os.close(report)
-            self._tell_ray({"error": self._ray.death()}, True)
-            return
+            self._bury(ray, ray.death())
         for line in data.splitlines():
-            self._tell_ray(json.loads(line), True)
+            said = json.loads(line)
+            if "error" in said:
+                self._bury(ray, said["error"])
+            else:
+                ray.where = said
+                waiting, ray.waiting = ray.waiting, []
+                for one in waiting:
+                    self._answer(one, said)
 
-    def _tell_ray(self, reply: dict[str, Any], keep: bool) -> None:
-        if keep and not (self._ray.reply and "error" in self._ray.reply):
-            self._ray.reply = reply
-        waiting, self._ray.waiting = self._ray.waiting, []
+    def _bury(self, ray: _PrivateRay, why: str) -> None:
+        """Tell those who wait; the next to ask gets a new Ray. What still runs of it may go on."""
+        ray.dead = True
+        waiting, ray.waiting = ray.waiting, []
         for one in waiting:
-            self._answer(one, reply)
+            self._answer(one, {"error": why})
 
     def _reap(self, wakeup: int) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(wakeup, 4096)
         with contextlib.suppress(ChildProcessError):
             while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
-                if reaped[0] == self._ray.keeper:
-                    self._ray.keeper = None
-                    end_children()
+                for ray in self._rays:
+                    if ray.keeper == reaped[0]:
+                        ray.keeper = None
+                        end_children(spare={other.keeper for other in self._rays})
 
     # Shared descriptors
 
@@ -308,16 +321,16 @@ class _Server:
 
 
 class _PrivateRay:
-    """The node's Ray: asked for, starting, up, or dead."""
+    """One Ray of this node: starting, up (``where``), or ``dead``."""
 
     def __init__(self) -> None:
         self.waiting: list[_Peer] = []
-        self.reply: dict[str, Any] | None = None
-        self.started = False
+        self.where: dict[str, Any] | None = None
+        self.dead = False
         self.keeper: int | None = None
         self._directory: str | None = None
-        self._lifeline: int | None = None
         self._lock: int | None = None
+        self._lifeline: int | None = None
 
     def start(self) -> int:
         """Start the keeper, which starts Ray.
@@ -329,61 +342,66 @@ class _PrivateRay:
             OSError: no directory for it, or no process.
         """
         _widen()
-        if self._directory is None:
-            self._directory, self._lock = private_directory()
+        self._directory, self._lock = private_directory()
         listen, self._lifeline = os.pipe()
         report, tell = os.pipe()
+        command = [sys.executable, "-P", "-m", "rayloader.cluster", self._directory]
         try:
-            with open(os.path.join(self._directory, "start.log"), "ab") as log:
+            with open(self._log(), "ab") as log:
                 started = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "rayloader.cluster", self._directory,
-                     str(listen), str(tell)],
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(listen, tell),
-                )  # fmt: skip
+                    [*command, str(listen), str(tell)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(listen, tell),
+                )
         finally:
             os.close(listen)
             os.close(tell)
         self.keeper = started.pid
         started.returncode = 0  # reaped by the loop, not by subprocess
-        self.started = True
         return report
 
     def death(self) -> str:
         """Why Ray is not there, in words, once its keeper has gone."""
-        if self.reply is not None and "error" not in self.reply:
+        if self.where is not None:
             return "the private Ray of this node died: its keeper process was killed"
         said = ""
-        with contextlib.suppress(OSError, TypeError), open(f"{self._directory}/start.log") as log:
+        with contextlib.suppress(OSError), open(self._log()) as log:
             said = (log.read().strip().splitlines() or [""])[-1]
         return f"the private Ray did not start: {said or 'its process was killed'}"
 
-    def end(self) -> None:
-        """Kill everything and remove the directory."""
-        end_children()
+    def remove(self) -> None:
+        """Remove its directory, once its processes are gone."""
         if self._directory is not None:
             remove(self._directory)
 
+    def _log(self) -> str:
+        return f"{self._directory}/start.log"
 
-def end_children(seconds: float = END_SECONDS) -> bool:
+
+def end_children(seconds: float = END_SECONDS, spare: Collection[int | None] = ()) -> bool:
     """Kill every child, and whatever they leave behind, until this subreaper has none.
 
     Only own children are signalled: their ids cannot be reused before they are reaped here.
 
+    Args:
+        seconds: after which to give up.
+        spare: children that may live.
+
     Returns:
-        Whether all are gone; ``False`` after ``seconds`` (one is stuck in the kernel).
+        Whether all are gone; ``False``: one is stuck in the kernel.
     """
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        for pid in _children():
-            with contextlib.suppress(ProcessLookupError):
+    while ending := [pid for pid in _children() if pid not in spare]:
+        for pid in ending:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return True
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.005)
-    return False
+    return True
 
 
 def _children() -> list[int]:
@@ -487,7 +505,9 @@ def _signals(terminate: Callable[[], None]) -> int:
 
 
 def keep(directory: str, lifeline: int, report: int, watched: dict[int, str]) -> NoReturn:
-    """The keeper's loop: end everything when the guardian goes, report what dies before.
+    """The keeper's loop: end everything when the guardian goes, or when the raylet has died.
+
+    A GCS that dies is reported only: readers go on without it.
 
     Args:
         directory: removed at the end.
@@ -506,7 +526,8 @@ def keep(directory: str, lifeline: int, report: int, watched: dict[int, str]) ->
         selector.register(lifeline, selectors.EVENT_READ)
         selector.register(wakeup, selectors.EVENT_READ)
         while not ended:
-            _tell_deaths(report, watched)
+            if "raylet" in _tell_deaths(report, watched):
+                break
             for key, _ in selector.select():
                 if key.fd == lifeline:
                     ended = True
@@ -517,16 +538,20 @@ def keep(directory: str, lifeline: int, report: int, watched: dict[int, str]) ->
     os._exit(0)
 
 
-def _tell_deaths(report: int, watched: dict[int, str]) -> None:
+def _tell_deaths(report: int, watched: dict[int, str]) -> list[str]:
+    """Reap what has died and report those of it that matter; their names."""
+    dead = []
     with contextlib.suppress(ChildProcessError):
         while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
             name = watched.pop(reaped[0], None)
             if name is not None:
+                dead.append(name)
                 status = os.waitstatus_to_exitcode(reaped[1])
                 how = f"signal {-status}" if status < 0 else f"status {status}"
                 error = f"the private Ray of this node died: its {name} ended with {how}"
                 with contextlib.suppress(OSError):
                     os.write(report, json.dumps({"error": error}).encode() + b"\n")
+    return dead
 
 
 def _bind(name: str) -> socket.socket:

@@ -26,6 +26,7 @@ SCRUBBED_PREFIXES = (
 SCRUBBED_NAMES = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_TASK_PID",
+    "SLURM_NTASKS", "SLURM_NPROCS",
     "SLURM_LAUNCH_NODE_IPADDR", "SLURM_DISTRIBUTION", "SLURM_MPI_TYPE",
 })  # fmt: skip
 """… and so must these."""
@@ -135,7 +136,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
     total = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     rank, size = _pair(environ, "SLURM_PROCID", total)
     local_rank = _whole("SLURM_LOCALID", environ.get("SLURM_LOCALID", "0"))
-    local_size = _slurm_tasks_here(environ) or (size if local_rank == rank else local_rank + 1)
+    local_size = min(_slurm_tasks_here(environ) or local_rank + 1, size)
     _within("SLURM_LOCALID", local_rank, local_size)
     parts = [environ.get("SLURM_JOB_ID"), step]
     return Launch(rank, size, local_rank, local_size, _run_id("slurm", parts), "slurm")
