@@ -169,9 +169,15 @@ class ReaderActor:
                 traceback.print_exc()
                 _end(1)
             if self._loop is not None:
+                time.sleep(_GRACE_SECONDS)
                 _end(0)
 
         threading.Thread(target=body, name="rayloader-reader", daemon=True).start()
+
+
+_GRACE_SECONDS = 1.0
+"""A closing trainer has Ray end this process, which Ray then does not report as a crash; when
+nobody does, it ends by itself after this [s]."""
 
 
 def _end(status: int) -> NoReturn:

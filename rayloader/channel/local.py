@@ -164,6 +164,7 @@ class LocalChannel:
                 raise ChannelError(f"user {uid} listens where this user's reader should")
             self._pidfd = os.pidfd_open(pid)
             self.welcome = self._greet(catalog_fd)
+            self._connection.settimeout(None)
         except BaseException:
             self.sever()
             raise

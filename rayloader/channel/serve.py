@@ -224,6 +224,7 @@ def accept_trainer(listener: socket.socket, deadline: float) -> Attached:
             continue
         connection.settimeout(max(0.01, deadline - time.monotonic()))
         packet, fds, _, _ = socket.recv_fds(connection, FIELDS.size, 2)
+        connection.settimeout(None)
         kind, fields, _ = unpack(packet)
         if kind is not Kind.HELLO or fields[0] != PROTOCOL_VERSION or not fds:
             raise ChannelError(f"the trainer speaks another protocol ({kind.name}, {fields[0]})")
