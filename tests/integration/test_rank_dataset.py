@@ -1,0 +1,348 @@
+"""RankDataset end to end: real files, a real private Ray, real shared memory."""
+
+import os
+import pickle
+import signal
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import rayloader
+from rayloader import errors
+
+FILES = 50
+
+
+def content(number):
+    """Unlike any other file's, and of another length."""
+    return np.random.default_rng(number).bytes(1000 + 997 * number)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    root = tmp_path_factory.mktemp("train")
+    for number in range(FILES):
+        below = root / f"part {number % 3}"
+        below.mkdir(exist_ok=True)
+        (below / f"{number:03}.bin").write_bytes(content(number))
+    return root
+
+
+@pytest.fixture(scope="module", params=["local", "ray"])
+def channel(request):
+    return request.param
+
+
+def number_of(key):
+    return int(os.path.basename(key)[:3])
+
+
+def read(dataset):
+    """{file number: bytes} of one epoch, each file once; and the order."""
+    order = []
+    seen = {}
+    for batch in dataset:
+        for key, sample in zip(batch.keys, batch, strict=True):
+            order.append(number_of(key))
+            seen[number_of(key)] = sample.numpy().tobytes()
+    assert len(seen) == len(order)
+    return seen, order
+
+
+def opened(source, **options):
+    return rayloader.RankDataset(source, **{"batch_size": 8, "rank": 0, "world_size": 1, **options})
+
+
+def test_every_file_arrives_whole_each_epoch_in_another_order(directory, channel):
+    with opened(directory, seed=7, channel=channel) as dataset:
+        orders = []
+        for epoch in range(3):
+            dataset.set_epoch(epoch)
+            seen, order = read(dataset)
+            assert seen == {number: content(number) for number in range(FILES)}
+            orders.append(order)
+            receipt = dataset.receipt
+            assert (receipt.files, receipt.channel, receipt.epoch) == (FILES, channel, epoch)
+            assert receipt.bytes == receipt.bytes_transferred == sum(map(len, seen.values()))
+            assert receipt.reads == FILES
+            assert receipt.bytes_before_clock == receipt.metadata_ops_before_clock == 0
+        assert len({tuple(order) for order in orders}) == 3
+        hashes = receipt.read_hash
+    with opened(directory, shuffle=False, channel=channel) as dataset:
+        _, order = read(dataset)
+        assert order == sorted(order, key=lambda number: (number % 3, number))
+        assert dataset.receipt.read_hash == hashes
+        assert dataset.receipt.order_hash != receipt.order_hash
+
+
+def test_ranks_read_disjoint_shares_in_equal_steps(directory):
+    shares = []
+    for rank in range(3):
+        with opened(directory, rank=rank, world_size=3, batch_size=4, seed=1) as dataset:
+            assert len(dataset) == 4
+            shares.append(read(dataset)[1])
+    assert [len(share) for share in shares] == [16, 16, 16]
+    assert len(set().union(*shares)) == 48
+
+
+def test_no_process_is_made_after_start_up(directory):
+    def around():
+        family = {p.pid for p in psutil.process_iter() if p.uids().real == os.getuid()}
+        return family, set(os.listdir("/tmp")), set(os.listdir("/dev/shm"))
+
+    with opened(directory) as dataset:
+        read(dataset)
+        reader = dataset.receipt.reader_pid
+        before = around()
+        for epoch in range(1, 11):
+            dataset.set_epoch(epoch)
+            read(dataset)
+            assert dataset.receipt.reader_pid == reader
+        after = around()
+        made = [psutil.Process(pid).cmdline() for pid in after[0] - before[0]]
+        assert [line for line in made if any("ray" in word for word in line)] == []
+        assert {name for name in after[1] - before[1] if "ray" in name or "pymp" in name} == set()
+        assert after[2] <= before[2]
+
+
+def test_a_batch_is_made_of_views_and_has_names_and_sizes(directory):
+    with opened(directory) as dataset:
+        batch = next(iter(dataset))
+        assert len(batch) == 8
+        assert batch.sizes.tolist() == [len(content(number_of(key))) for key in batch.keys]
+        assert batch.nbytes == int(batch.sizes.sum())
+        first, again = batch[0], batch[0]
+        assert first.dtype == torch.uint8
+        assert first.dim() == 1
+        assert first.data_ptr() == again.data_ptr()
+        assert torch.equal(batch[-1], batch[7])
+        with pytest.raises(IndexError):
+            batch[8]
+        assert "8 samples" in repr(batch)
+
+
+def test_copies_of_a_batch_outlive_the_data_set(directory):
+    with opened(directory, shuffle=False) as dataset:
+        batch = next(iter(dataset))
+        held = batch[2]
+        copies = [batch.clone(), pickle.loads(pickle.dumps(batch)), batch.to("cpu")]
+        numbers = [number_of(key) for key in batch.keys]
+        del batch
+    for copy in copies:
+        assert [number_of(key) for key in copy.keys] == numbers
+        assert [s.numpy().tobytes() for s in copy] == [content(number) for number in numbers]
+    assert held.numpy().tobytes() == content(numbers[2])
+
+
+def test_torch_loads_it_without_a_worker_and_not_with_one(directory):
+    with opened(directory) as dataset:
+        batches = list(DataLoader(dataset, batch_size=None))
+        assert sum(map(len, batches)) == FILES
+        with pytest.raises(errors.UsageError, match="actor is the worker"):
+            next(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
+def test_a_reader_that_dies_costs_no_sample(directory, channel, blow):
+    if channel == "ray" and blow is signal.SIGSTOP:
+        pytest.skip("Ray itself waits for a stopped actor")
+    options = {"read_ahead_batches": 2, "channel": channel}
+    with opened(directory, batch_size=2, seed=3, **options) as dataset:
+        dataset.set_epoch(5)
+        _, expected = read(dataset)
+        dataset.set_epoch(5)
+        held, order = [], []
+        for step, batch in enumerate(dataset):
+            held.append((batch[0], number_of(batch.keys[0])))
+            order += map(number_of, batch.keys)
+            if step in (3, 11):
+                os.kill(dataset.receipt.reader_pid, blow)
+        assert order == expected
+        assert dataset.receipt.restarts == 2
+        assert dataset.receipt.files == FILES
+        assert all(t.numpy().tobytes() == content(number) for t, number in held)
+
+
+def test_a_reader_that_keeps_dying_is_reader_lost(directory):
+    with opened(directory, batch_size=2, read_ahead_batches=1, max_restarts=0) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        os.kill(dataset.receipt.reader_pid, signal.SIGKILL)
+        with pytest.raises(errors.ReaderLost, match="max_restarts=0"):
+            for _ in batches:
+                time.sleep(0.01)
+
+
+def test_breaking_off_and_beginning_again_reads_the_epoch_from_its_start(directory):
+    with opened(directory, batch_size=2) as dataset:
+        _, expected = read(dataset)
+        for _ in range(5):
+            dataset.set_epoch(0)
+            for batch in dataset:
+                assert number_of(batch.keys[0]) == expected[0]
+                break
+        dataset.set_epoch(0)
+        assert read(dataset)[1] == expected
+        assert read(dataset)[1] != expected, "the epoch after an exhausted one is the next"
+
+
+def test_a_newer_iterator_ends_the_older(directory):
+    with opened(directory, batch_size=2) as dataset:
+        older, newer = iter(dataset), iter(dataset)
+        next(older)
+        next(newer)
+        with pytest.raises(errors.UsageError, match="newer iterator"):
+            next(older)
+        assert len(list(newer)) == 24
+
+
+def test_an_own_list_is_read_in_its_order_with_repeats(directory, channel):
+    files = [str(directory / f"part {n % 3}" / f"{n:03}.bin") for n in (5, 3, 5, 9, 1, 0, 3)]
+    with opened(None, batch_size=3, channel=channel) as dataset:
+        dataset.set_epoch(0, files=files)
+        batches = list(dataset)
+        assert [key for batch in batches for key in batch.keys] == files
+        assert [s.numpy().tobytes() for b in batches for s in b] == [
+            content(number_of(key)) for key in files
+        ]
+        dataset.set_epoch(1, files=files, steps=1)
+        assert [len(batch) for batch in dataset] == [3]
+        with pytest.raises(errors.OptionError, match="5"):
+            dataset.set_epoch(2, files=files, steps=5)
+
+
+def test_bytes_may_be_dropped_in_the_reader(directory, channel):
+    with opened(directory, deliver=False, channel=channel) as dataset:
+        sizes = [size for batch in dataset for size in batch.sizes.tolist()]
+        assert sorted(sizes) == sorted(len(content(number)) for number in range(FILES))
+        assert dataset.receipt.bytes == dataset.receipt.bytes_transferred == sum(sizes)
+        dataset.set_epoch(0)
+        with pytest.raises(errors.UsageError, match="deliver=False"):
+            next(iter(dataset))[0]
+
+
+def test_large_files_are_read_in_parallel_ranges_within_the_memory(tmp_path, channel):
+    parts = 5
+    for number in range(4):
+        (tmp_path / f"{number:03}.bin").write_bytes(
+            np.random.default_rng(number).bytes(parts * 8192 - 100)
+        )
+    options = {"batch_size": 2, "part_bytes": 8192, "memory_bytes": 100_000, "channel": channel}
+    with opened(tmp_path, **options) as dataset:
+        for batch in dataset:
+            for key, sample in zip(batch.keys, batch, strict=True):
+                expected = (tmp_path / key).read_bytes()
+                assert sample.numpy().tobytes() == expected
+        assert dataset.receipt.reads == 4 * parts
+        assert dataset.receipt.memory_bytes <= 102_400
+
+
+def test_a_batch_that_cannot_fit_names_the_figure_to_set(directory):
+    with opened(directory, batch_size=FILES, memory_bytes=1 << 20) as dataset:
+        with pytest.raises(errors.BatchTooLarge, match="set memory_bytes to at least ([0-9,]+)") as e:
+            next(iter(dataset))
+        wanted = int(str(e.value).split("at least ")[1].split(", or")[0].replace(",", ""))
+    with opened(directory, batch_size=FILES, memory_bytes=wanted) as dataset:
+        assert len(next(iter(dataset))) == FILES
+
+
+def test_batches_kept_for_ever_become_private_copies(directory):
+    with opened(directory, batch_size=2, memory_bytes=400_000) as dataset:
+        kept = list(dataset)
+        assert dataset.receipt.private_copies > 0
+        for batch in kept:
+            for key, sample in zip(batch.keys, batch, strict=True):
+                assert sample.numpy().tobytes() == content(number_of(key))
+
+
+def test_a_missing_file_is_named_with_its_place(directory, channel):
+    files = [str(directory / f"part {n % 3}" / f"{n:03}.bin") for n in range(6)]
+    files[4] = str(directory / "gone.bin")
+    with opened(None, batch_size=2, channel=channel) as dataset:
+        dataset.set_epoch(7, files=files)
+        batches = iter(dataset)
+        assert len(next(batches)) == len(next(batches)) == 2
+        with pytest.raises(errors.ObjectNotFound, match=r"gone\.bin: no such file") as caught:
+            next(batches)
+        assert "rank 0, epoch 7, batch 2" in caught.value.__notes__
+        dataset.set_epoch(8, files=files[:4])
+        assert len(list(dataset)) == 2, "the reader goes on"
+
+
+def test_unreadable_samples_are_left_out_and_listed_when_asked(directory, channel):
+    files = [str(directory / f"part {n % 3}" / f"{n:03}.bin") for n in range(6)]
+    files[3] = str(directory)
+    options = {"on_error": "skip", "skip_budget_share": 0.5, "channel": channel}
+    with opened(None, batch_size=2, **options) as dataset:
+        dataset.set_epoch(0, files=files)
+        assert [len(batch) for batch in dataset] == [2, 1, 2]
+        assert [(s.key, s.cause) for s in dataset.receipt.skipped] == [
+            (str(directory), "not a regular file")
+        ]
+        dataset.set_epoch(1, files=[str(directory)] * 6)
+        with pytest.raises(errors.SkipBudgetExceeded, match="4 samples could not be read, 3 may"):
+            list(dataset)
+
+
+def test_a_position_is_resumed_exactly(directory):
+    with opened(directory, batch_size=3, seed=2) as dataset:
+        dataset.set_epoch(4)
+        _, expected = read(dataset)
+        dataset.set_epoch(4)
+        batches = iter(dataset)
+        for step in range(1, 4):
+            next(batches)
+            state = pickle.loads(pickle.dumps(dataset.state_dict()))
+            with opened(directory, batch_size=3, seed=2) as other:
+                other.load_state_dict(state)
+                assert len(other) == 17 - step
+                assert read(other)[1] == expected[3 * step :]
+                assert other.state_dict()["epoch"] == 5
+    with opened(directory, batch_size=3, seed=99) as other:
+        with pytest.raises(errors.StateMismatch, match="seed=2"):
+            other.load_state_dict(state)
+
+
+def test_direct_and_cold_reads_give_the_same_bytes_and_are_counted(directory):
+    expected = {number: content(number) for number in range(FILES)}
+    with opened(directory, direct="fallback", drop_cache=True) as dataset:
+        assert read(dataset)[0] == expected
+        receipt = dataset.receipt
+        assert receipt.cache_dropped_files == FILES
+        assert receipt.direct_bytes == receipt.bytes or receipt.direct_fallback_files == FILES
+
+
+def test_concurrency_may_be_changed_while_an_epoch_runs(directory):
+    with opened(directory, batch_size=2) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        dataset.concurrency = 2
+        assert sum(map(len, batches)) == FILES - 2
+        with pytest.raises(errors.OptionError):
+            dataset.concurrency = 0
+
+
+def test_a_forked_child_may_not_iterate_and_does_not_hold_the_reader(directory):
+    with opened(directory, batch_size=2) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                next(batches)
+            except errors.UsageError:
+                os._exit(7)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert sum(map(len, batches)) == FILES - 2
+
+
+def test_unordered_delivers_the_same_files(directory):
+    with opened(directory, ordered=False, batch_size=2) as dataset:
+        seen, _ = read(dataset)
+        assert len(seen) == FILES
