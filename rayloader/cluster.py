@@ -47,7 +47,7 @@ LEAVE_SECONDS = 5.0
 """Ray's own shutdown may take this long; then it is left to the guardian [s]."""
 OBJECT_STORE_BYTES = 80 << 20
 """Object store of a private Ray, just above Ray's least; batches do not go through it [bytes]."""
-NEVER = 10 * 365 * 24 * 3600
+NEVER = 365 * 24 * 3600
 """A deadline that Ray insists on and that must not come [s]."""
 
 PRIVATE_SETTINGS: dict[str, Any] = {
@@ -646,6 +646,8 @@ def start_head(directory: str, lifeline: int, report: int) -> NoReturn:
         del os.environ[name]
     token = secrets.token_hex(32)
     os.environ.update(PRIVATE_ENVIRONMENT, RAY_AUTH_TOKEN=token)
+    # The raylet reads some of them before it hears of them from the GCS.
+    os.environ.update({f"RAY_{name}": json.dumps(it) for name, it in PRIVATE_SETTINGS.items()})
     node = _start_node(directory)
     where = {"address": node.address, "token": token, "node_id": node.node_id}
     os.write(report, json.dumps(where).encode() + b"\n")

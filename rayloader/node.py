@@ -82,18 +82,17 @@ class Guardian:
         """
         run_id = run_id or f"single:{secrets.token_hex(8)}"
         deadline = time.monotonic() + timeout
-        while True:
+        while time.monotonic() < deadline:
             try:
-                lifeline = _connect(run_id, deadline)
-                pid = int(_exchange(lifeline, {"do": "join"}, deadline)["pid"])
-                return cls(run_id, lifeline, pid)
+                return cls(run_id, *_become_owner(run_id, deadline))
+            except ClusterError:
+                raise
+            except TimeoutError:
+                break
             except ConnectionError:  # none there yet, or one that is just ending
                 _spawn(run_id, deadline)
-            if time.monotonic() >= deadline:
-                raise ClusterError(
-                    f"no guardian process answered within {timeout:g} s on this node"
-                )
             time.sleep(_RETRY_SECONDS)
+        raise ClusterError(f"no guardian process answered within {timeout:g} s on this node")
 
     def ray(self, timeout: float) -> RayAddress:
         """The node's private Ray, started at the first request.
@@ -171,7 +170,7 @@ class Guardian:
         if self._lifeline is None:
             return False
         try:
-            return self._lifeline.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) != b""
+            return self._lifeline.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:
             return True
         except OSError:
@@ -294,6 +293,19 @@ def _connect(run_id: str, deadline: float) -> socket.socket:
     return connection
 
 
+def _become_owner(run_id: str, deadline: float) -> tuple[socket.socket, int]:
+    """A life line to the guardian, and the guardian's process id."""
+    lifeline = _connect(run_id, deadline)
+    try:
+        _send(lifeline, {"do": "join"})
+        reply, _ = _answer(*_receive(lifeline, deadline))
+        lifeline.setblocking(False)
+        return lifeline, int(reply["pid"])
+    except BaseException:
+        lifeline.close()
+        raise
+
+
 def _send(
     connection: socket.socket, message: Mapping[str, Any], fds: list[int] | None = None
 ) -> None:
@@ -306,13 +318,6 @@ def _receive(connection: socket.socket, deadline: float) -> tuple[dict[str, Any]
     if not message:
         raise ConnectionResetError("the guardian closed the connection")
     return message, fds
-
-
-def _exchange(
-    connection: socket.socket, message: Mapping[str, Any], deadline: float
-) -> dict[str, Any]:
-    _send(connection, message)
-    return _answer(*_receive(connection, deadline))[0]
 
 
 def _answer(reply: dict[str, Any], fds: list[int]) -> tuple[dict[str, Any], list[int]]:

@@ -39,7 +39,9 @@ class Census:
 
     def start(self, code, *arguments, prefix=(), **environ):
         """Run Python ``code`` in a process under test."""
-        process = Process([*prefix, sys.executable, "-c", code, *arguments], self.environ(**environ))
+        process = Process(
+            [*prefix, sys.executable, "-c", code, *arguments], self.environ(**environ)
+        )
         self._started.append(process)
         return process
 
