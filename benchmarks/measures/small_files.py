@@ -1,0 +1,45 @@
+"""One rank reads 20,000 files of 10,000 bytes in batches of 256: the cost per file decides.
+
+Method: as one_rank.py, in files per second.
+
+Command: ``python -m benchmarks.posix --only small-files``.
+
+Peers: C (1, 2, 64 threads); torch ``DataLoader`` in-process and with 1, 2, 4 persistent workers.
+Uncollated (``list``), each sample of a worker is a shared-memory object of its own; the others are
+quicker and count, unless they are not run.
+"""
+
+from __future__ import annotations
+
+from benchmarks import lineup
+from benchmarks.contender import Stage
+from benchmarks.lineup import Setting
+from benchmarks.outcome import Outcome, compared
+from benchmarks.rounds import race, thousand_files_per_second
+
+
+def run(setting: Setting) -> Outcome:
+    """Measure."""
+    files = setting.small
+    contenders = [
+        *lineup.c_readers(setting, files),
+        lineup.rayloader(files),
+        *(lineup.torch_in_process(files, collate) for collate in ("list", "stack")),
+        *(lineup.torch_workers(files, workers, "flat") for workers in (1, 2, 4)),
+    ]
+    if not setting.quick:
+        contenders += [lineup.torch_workers(files, workers, "stack") for workers in (1, 2, 4)]
+        contenders.append(lineup.torch_workers(files, 2, "list"))
+    with Stage(contenders, files) as stage:
+        result = race(stage, setting, unit="1000 files/s", value=thousand_files_per_second)
+    rows = compared(
+        "10 KB files",
+        result,
+        "rayloader",
+        [
+            ("the C peer", "c", 0.5),
+            ("torch in-process", "torch in-process", 3.0),
+            ("torch, best with workers", "torch workers", 7.0),
+        ],
+    )
+    return Outcome("20,000 files of 10 KB, hot", result, rows, absent=stage.absent)

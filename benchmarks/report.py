@@ -1,0 +1,59 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.outcome import Outcome, Row
+
+
+def show(console: Console, outcome: Outcome) -> None:
+    """One measure: what every contender gave, best first."""
+    race = outcome.race
+    table = Table(title=outcome.title, title_justify="left", title_style="bold")
+    table.add_column("contender")
+    table.add_column(race.unit, justify="right")
+    table.add_column("min to max", justify="right", style="dim")
+    best_first = sorted(race.values, key=lambda name: -statistics.median(race.values[name] or [0]))
+    for name in best_first:
+        values = race.values[name]
+        if values:
+            style = "bold green" if race.family[name] == "rayloader" else ""
+            spread = f"{figure(min(values))} to {figure(max(values))}"
+            table.add_row(name, figure(statistics.median(values)), spread, style=style)
+    console.print(table)
+    for name, reason in outcome.absent.items():
+        console.print(f"  not run: {name}: {reason}", style="yellow", markup=False)
+    for note in outcome.notes:
+        console.print(f"  {note}", style="dim", markup=False)
+    console.print()
+
+
+def show_targets(console: Console, rows: Sequence[Row]) -> None:
+    """All measures against their targets."""
+    table = Table(title="Measured against its target", title_justify="left", title_style="bold")
+    table.add_column("measure")
+    table.add_column("median", justify="right")
+    table.add_column("min to max", justify="right", style="dim")
+    table.add_column("target", justify="right")
+    table.add_column("met?")
+    for row in rows:
+        table.add_row(
+            row.measure,
+            f"{figure(row.median)} {row.unit}",
+            f"{figure(min(row.values))} to {figure(max(row.values))}",
+            f"{'≥' if row.at_least else '≤'} {row.target:g} {row.unit}",
+            "[green]yes[/]" if row.met else "[red]no[/]",
+        )
+    console.print(table)
+
+
+def figure(value: float) -> str:
+    """A number with three significant digits."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
