@@ -206,6 +206,7 @@ def test_without_shuffle_the_order_is_the_catalogs_in_every_epoch():
 @given(epochs(max_entries=60), st.integers(1, 5), st.integers(1, 9))
 def test_a_run_cut_anew_after_any_step_reads_exactly_the_rest(arguments, ranks, batch_size):
     arguments |= {"drop_last": False}
+    arguments["entries"] = max(arguments["entries"], ranks)  # fewer are an error at position 0
     plans = ranks_of(**arguments)
     order = order_of(plans[0])
     for step in range(plans[0].steps + 1):
@@ -390,6 +391,7 @@ def test_a_wrong_argument_is_named(make, error, words):
 def test_a_rest_with_fewer_entries_than_ranks_has_no_steps_under_drop():
     assert EpochPlan(10, Shard(0, 4), 1, start=7).steps == 0
     assert EpochPlan(10, Shard(0, 4), 1, start=7, uneven="pad").steps == 1
+    assert EpochPlan(6, Shard(0, 8), 1, start=4).steps == 0  # goes on with more ranks than entries
 
 
 def test_numpy_integers_are_taken_and_become_plain_ones():
