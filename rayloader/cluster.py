@@ -108,7 +108,6 @@ class _State:
         self.lock = threading.RLock()
         self.connection: Connection | None = None
         self.guardian: Guardian | None = None
-        self.restore: Callable[[], None] | None = None
         self.stuck: str | None = None
         self.forked = False
         self.at_exit = False
@@ -196,11 +195,9 @@ def shutdown() -> None:
     """
     with _state.lock:
         connection, _state.connection = _state.connection, None
-        restore, _state.restore = _state.restore, None
         if connection is not None and connection.joined and not _state.forked:
             _leave()
-        if restore is not None:
-            restore()
+            _reload_token()
         _forget_guardian()
 
 
@@ -214,6 +211,20 @@ def place_reader(connection: Connection) -> dict[str, Any]:
         "max_task_retries": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(connection.node_id, soft=False),
     }
+
+
+def first_said(name: str, value: str) -> str:
+    """What the first of all processes in this Ray said under ``name``; ``value`` if it is this one.
+
+    Never waits for the others. Kept by Ray (its internal key-value store) as long as Ray lives.
+    """
+    from ray.experimental import internal_kv
+
+    key = f"rayloader/{name}".encode(errors="surrogateescape")
+    if not internal_kv._internal_kv_put(key, value.encode(), overwrite=False):
+        return value
+    said: bytes | None = internal_kv._internal_kv_get(key)
+    return said.decode() if said is not None else value
 
 
 def cluster_error(error: BaseException) -> ClusterError | None:
@@ -235,25 +246,30 @@ def _resolve(choice: str) -> str | None:
     told = os.environ.get("RAY_ADDRESS", "")
     if choice == "private":
         return None
-    if choice == "auto":
-        if _joined_by_hand() is not None or _state.connection is not None or not told:
-            return None
-        choice = told
-    if choice in ("cluster", "auto", "local"):
-        if told in ("", "auto", "local"):
-            return _running_here()
-        choice = told
-    if "://" in choice:
+    if choice == "auto" and (not told or _state.connection or _joined_by_hand()):
+        return None
+    if choice not in ("auto", "cluster"):
+        return _address(choice, f"ray={choice!r}")
+    if told in ("", "auto", "local"):
+        return _running_here()
+    return _address(told, f"RAY_ADDRESS={told!r}")
+
+
+def _address(text: str, said: str) -> str:
+    """``host:port`` as it was said.
+
+    Raises:
+        OptionError: it is something else; the message begins with ``said``.
+    """
+    if "://" in text:
         raise OptionError(
-            f"ray={choice!r}: Ray Client cannot be used, its actors share no memory with this "
-            "process; run on a node of the cluster and give host:port, or 'cluster'"
+            f"{said}: Ray Client cannot be used, its actors share no memory with this process; "
+            "run on a node of the cluster and give host:port, or 'cluster'"
         )
-    host, colon, port = choice.rpartition(":")
-    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
-        raise OptionError(
-            f"ray={choice!r}: must be 'auto', 'private', 'cluster' or an address host:port"
-        )
-    return choice
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
+        raise OptionError(f"{said}: must be 'auto', 'private', 'cluster' or an address host:port")
+    return text
 
 
 def _running_here() -> str:
@@ -264,7 +280,7 @@ def _running_here() -> str:
             return file.read().strip()
     except OSError:
         raise ClusterUnreachable(
-            "no Ray runs on this machine (and RAY_ADDRESS is not set): start one with "
+            "no Ray runs on this machine, and RAY_ADDRESS names none: start one with "
             "'ray start --head', or choose ray='private'"
         ) from None
 
@@ -313,18 +329,12 @@ def _private(run_id: str | None, deadline: float) -> Connection:
     try:
         where = guard.ray(max(deadline - time.monotonic(), 0.1))
         _import_ray(where)
-        restore = _authenticate(where.token)
-    except BaseException:
-        _forget_guardian()
-        raise
-    try:
-        with _loopback():
+        with _token(where.token), _loopback():
             node_id = _init(where.address, deadline)
     except BaseException:
-        restore()
+        _reload_token()
         _forget_guardian()
         raise
-    _state.restore = restore
     return Connection(where.address, node_id, private=True, joined=True)
 
 
@@ -342,24 +352,24 @@ def _join_address(address: str, choice: str, deadline: float) -> Connection:
     probe(address)
     _import_ray(None)
     canonical = _canonical(address)
-    restore: Callable[[], None] | None = None
-    loopback: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    ways: list[contextlib.AbstractContextManager[None]] = []
     if canonical != address:
         try:
             probe(canonical)
         except ClusterUnreachable:  # it listens on loopback only
-            canonical, loopback = address, _loopback()
+            canonical = address
+            ways.append(_loopback())
     if choice == "cluster" and "RAY_AUTH_MODE" not in os.environ and _has_token():
-        restore = _authenticate(None)
+        ways.append(_token(None))
     try:
-        with loopback:
+        with contextlib.ExitStack() as stack:
+            for way in ways:
+                stack.enter_context(way)
             _within(lambda: _check_gcs(canonical), min(deadline, _soon()), _mute(address))
             node_id = _init(canonical, deadline)
     except BaseException:
-        if restore is not None:
-            restore()
+        _reload_token()
         raise
-    _state.restore = restore
     return Connection(canonical, node_id, private=False, joined=True)
 
 
@@ -499,33 +509,27 @@ def _import_ray(where: RayAddress | None) -> None:
         import ray  # noqa: F401
 
 
-def _authenticate(token: str | None) -> Callable[[], None]:
-    """Put the token where Ray looks for it, also when Ray was imported long ago.
+@contextlib.contextmanager
+def _token(token: str | None) -> Iterator[None]:
+    """Let Ray read its token, also when it was imported long ago; it remembers what it has read.
 
     Args:
         token: of a private Ray; ``None``: the user's own (``~/.ray/auth_token``).
-
-    Returns:
-        What puts everything back.
     """
-
-    def reload() -> None:
-        _core().Config.initialize("")  # reads RAY_* anew
-        _core().AuthenticationTokenLoader.instance().reset_cache()
-
     changes = {"RAY_AUTH_MODE": "token"}
     if token is not None:
         changes["RAY_AUTH_TOKEN"] = token
         changes["RAY_gcs_rpc_server_reconnect_timeout_s"] = str(NEVER)
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    reload()
+    with _environment(changes):
+        _reload_token()
+        yield
 
-    def restore() -> None:
-        _put(before)
-        reload()
 
-    return restore
+def _reload_token() -> None:
+    """Let Ray read its settings and its token anew from the environment."""
+    if "ray._raylet" in sys.modules:
+        _core().Config.initialize("")
+        _core().AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _has_token() -> bool:
@@ -659,6 +663,8 @@ def start_head(directory: str, lifeline: int, report: int) -> NoReturn:
 
 
 def _start_node(directory: str) -> Any:
+    # As Ray runs where it was installed without its dashboard: no HTTP server that takes jobs.
+    sys.modules["ray.dashboard.optional_deps"] = None  # type: ignore[assignment]
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 

@@ -11,6 +11,7 @@ rest.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import logging
@@ -22,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from rayloader import cluster
 from rayloader.catalog import Catalog
 from rayloader.channel import Delivery, ReaderGone
 from rayloader.config import Options
-from rayloader.errors import OptionError, ReaderLost, StateMismatch, UsageError
+from rayloader.errors import CatalogMismatch, OptionError, ReaderLost, StateMismatch, UsageError
 from rayloader.launch import Launch
 from rayloader.plan import EpochPlan, ListPlan, Shard
 from rayloader.reader import Ended, ReaderCounts, Request, Warned
@@ -35,6 +37,8 @@ from rayloader.remote import RemoteReader
 log = logging.getLogger("rayloader")
 
 STATE_VERSION = 1
+_LISTING_SECONDS = 24 * 3600.0
+"""How long ranks wait for the one that lists for them [s]; its death ends their wait."""
 
 
 class _State(enum.Enum):
@@ -74,6 +78,8 @@ class Loader:
         self._state = _State.NEW
         self._upcoming = Upcoming()
         self._run: Run | None = None
+        self._left: Upcoming | None = None
+        """Where an unfinished iteration was left; iterating again begins the epoch anew."""
         self._catalog: Catalog | None = None
         self._remote: RemoteReader | None = None
         self._generation = 0
@@ -96,7 +102,12 @@ class Loader:
         with self._lock:
             if self._state is _State.NEW:
                 remote = RemoteReader(self.options, self.launch, self.catalog)
-                remote.start()
+                try:
+                    remote.start()
+                    self._require_same_catalog()
+                except BaseException:
+                    remote.close()
+                    raise
                 self._remote = remote
                 self._state = _State.OPEN
 
@@ -104,7 +115,8 @@ class Loader:
         """End the reader. Batches that are held stay intact. Idempotent."""
         with self._lock:
             self._state = _State.CLOSED
-            self._run = None
+            if self._run is not None:
+                self._leave(self._run)
             if self._remote is not None and os.getpid() == self._pid:
                 self._remote.close()
             self._remote = None
@@ -148,7 +160,7 @@ class Loader:
             self._require_same_list(loaded, listed)
             upcoming = dataclasses.replace(loaded, files=listed, fixed_steps=steps)
         self._plan(upcoming)
-        self._upcoming = upcoming
+        self._upcoming, self._left = upcoming, None
 
     @property
     def steps(self) -> int:
@@ -172,13 +184,16 @@ class Loader:
         """Yield the upcoming epoch's batches; nothing is sent before the first is asked for."""
         self.open()
         run = self._begin()
-        while True:
-            delivery = self._receive(run)
-            if delivery is None:
-                break
-            run.delivered(delivery)
-            yield run, delivery
-        self._end(run)
+        try:
+            while (delivery := self._receive(run)) is not None:
+                run.delivered(delivery)
+                yield run, delivery
+                del delivery
+        except GeneratorExit:
+            self._leave(run)
+            raise
+        self._finish(run)
+        self._upcoming, self._left = Upcoming(run.epoch + 1), None
 
     @property
     def receipt(self) -> Receipt:
@@ -193,9 +208,7 @@ class Loader:
 
     def state(self) -> dict[str, Any]:
         """The position, as plain values; any rank's resumes all ranks when saved at one step."""
-        at = self._run.upcoming if self._run is not None else self._upcoming
-        if self._run is not None:
-            at = self._run.rest()
+        at = self._run.rest() if self._run is not None else self._left or self._upcoming
         plan = self._plan(at)
         listed = self.catalog if at.files is None else at.files
         return {
@@ -249,12 +262,37 @@ class Loader:
         else:
             upcoming = Upcoming(state["epoch"], start=state["position"])
         self._run = None
-        self._upcoming = upcoming
+        self._upcoming, self._left = upcoming, None
 
     # Inside
 
     def _list(self) -> Catalog:
-        return Catalog.from_source(self.source)
+        """List the source; of the ranks on a node one does, and all share what it found."""
+        name = _shared_name(self.source)
+        if name is None or self.launch.run_id is None or self.launch.local_world_size == 1:
+            return Catalog.from_source(self.source)
+        guardian = cluster.guardian(self.launch.run_id, timeout=self.options.start_timeout)
+        fd = guardian.shared(
+            name, lambda: Catalog.from_source(self.source).to_fd(), _LISTING_SECONDS
+        )
+        try:
+            return Catalog.from_fd(fd)
+        finally:
+            os.close(fd)
+
+    def _require_same_catalog(self) -> None:
+        """All ranks that joined the same Ray must see the same names."""
+        catalog, run_id = self.catalog, self.launch.run_id
+        if catalog is None or run_id is None or self.shard.world_size == 1:
+            return
+        name = _shared_name(self.source) or f"catalog of {self.shard.world_size} ranks"
+        first = cluster.first_said(f"{run_id}/{name}", catalog.digest)
+        if first != catalog.digest:
+            raise CatalogMismatch(
+                f"rank {self.shard.rank} sees another catalog (digest {catalog.digest}, "
+                f"{len(catalog):,} entries) than the first rank of this run (digest {first}): "
+                f"every rank must list the same names"
+            )
 
     def _plan(self, upcoming: Upcoming) -> EpochPlan | ListPlan:
         options = self.options
@@ -293,7 +331,7 @@ class Loader:
         run.gap_from = self._ended_at
         # What an iterator began is not begun again by the next one.
         self._upcoming = Upcoming(upcoming.epoch, upcoming.files, upcoming.fixed_steps)
-        self._run = run
+        self._run, self._left = run, None
         self._request(run)
         return run
 
@@ -324,7 +362,7 @@ class Loader:
         except ReaderGone:
             raise
         except Exception:
-            self._fail(run)
+            self._leave(run)
             raise
         finally:
             run.waited(time.perf_counter() - called)
@@ -342,7 +380,7 @@ class Loader:
         assert self._remote is not None
         run.restarts_in_a_row += 1
         if run.restarts_in_a_row > self.options.max_restarts:
-            self._fail(run)
+            self._leave(run)
             raise ReaderLost(
                 f"the reader of rank {self.shard.rank} died {run.restarts_in_a_row} times without "
                 f"delivering a batch (max_restarts={self.options.max_restarts}): {gone}"
@@ -359,14 +397,16 @@ class Loader:
         except ReaderGone as again:
             self._restart(run, again)
 
-    def _end(self, run: Run) -> None:
+    def _leave(self, run: Run) -> None:
+        """The epoch is left unfinished: its position stays known, its read-ahead is dropped."""
+        if run is not self._run:
+            return
         self._finish(run)
-        self._upcoming = Upcoming(run.epoch + 1)
-
-    def _fail(self, run: Run) -> None:
-        rest = run.rest()
-        self._finish(run)
-        self._upcoming = rest
+        self._left = run.rest()
+        if self._remote is not None and os.getpid() == self._pid:
+            self._generation += 1
+            with contextlib.suppress(ReaderGone):
+                self._remote.abandon(self._generation)
 
     def _finish(self, run: Run) -> None:
         if run is not self._run:
@@ -510,6 +550,13 @@ class Run:
         latency = np.sum([count.latency for count in known], axis=0, initial=0)
         receipt.latency_p50 = latency_quantile(latency, 0.50) if known else 0.0
         receipt.latency_p99 = latency_quantile(latency, 0.99) if known else 0.0
+
+
+def _shared_name(source: Any) -> str | None:
+    """What the ranks of a node call the same listing; ``None`` for what needs no sharing."""
+    if not isinstance(source, str | bytes | os.PathLike):
+        return None
+    return "catalog " + os.fsdecode(os.path.abspath(source))
 
 
 def _require_known_state(state: dict[str, Any]) -> None:

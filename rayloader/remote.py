@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayloader import arena, cluster
 from rayloader.catalog import Catalog
-from rayloader.channel import Channel, Delivery, ReaderGone
+from rayloader.channel import Channel, Delivery, ReaderGone, ReaderProcess
 from rayloader.channel.local import LocalChannel, TrainerMemory
 from rayloader.channel.objects import RayChannel
 from rayloader.config import MIB, PAGE, Options
@@ -61,6 +61,8 @@ class RemoteReader:
         Raises:
             ReaderGone: the new one did not come up either.
         """
+        if self._owned.channel is not None:
+            self._owned.channel.kill()
         self._owned.end_reader()
         try:
             self._attach()
@@ -93,6 +95,14 @@ class RemoteReader:
         root = files.root if files is not None else b""
         self._channel.begin(request.generation)
         self._begun = self._owned.actor.begin_epoch.remote(request, names, root)
+
+    def abandon(self, generation: int) -> None:
+        """What was asked for is not wanted any more.
+
+        Raises:
+            ReaderGone: there is no reader to tell.
+        """
+        self._channel.begin(generation)
 
     def receive(self) -> Delivery | Ended | Warned:
         """Wait for the next thing; see :meth:`~rayloader.channel.Channel.receive`."""
@@ -178,7 +188,9 @@ class RemoteReader:
         names: pa.Array | None = known.keys if known is not None else None
         root = known.root if known is not None else b""
         serving = actor.serve.remote(names, root, memory.length)
-        return RayChannel(actor, ray.get(serving, timeout=options.start_timeout))
+        welcome = ray.get(serving, timeout=options.start_timeout)
+        process = ReaderProcess(welcome["pid"]) if self._connection.same_node else None
+        return RayChannel(actor, welcome, process)
 
     def _cpus(self) -> list[int]:
         """The CPUs of the reader; empty where they cannot be told from here."""

@@ -7,6 +7,9 @@ memory cannot be shared (``objects``). ``serve`` is the reader's end of both.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +38,44 @@ class Delivery(NamedTuple):
 
 class ReaderGone(ChannelError):
     """The reader process has died or hangs; the loader starts another."""
+
+
+class ReaderProcess:
+    """The reader's process on this node, held by a pidfd: no other process is ever meant."""
+
+    def __init__(self, pid: int) -> None:
+        """Hold process ``pid``.
+
+        Raises:
+            ProcessLookupError: it has died.
+        """
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+
+    def require_running(self) -> None:
+        """A stopped process answers nobody for ever; treat it as dead.
+
+        Raises:
+            ReaderGone: it is dead or stopped.
+        """
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as stat:
+                state = stat.read().rpartition(b")")[2].split()[0]
+        except OSError:
+            state = b"X"
+        if state in b"tTZX":
+            raise ReaderGone(f"the reader's process is dead or stopped (state {state.decode()})")
+
+    def kill(self) -> None:
+        """End it, stopped or not."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Give the descriptor back. Idempotent."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
 
 
 class Channel(Protocol):
@@ -66,6 +107,10 @@ class Channel(Protocol):
 
     def set_concurrency(self, concurrency: int) -> None:
         """Change the ceiling on reads in flight [reads]."""
+        ...
+
+    def kill(self) -> None:
+        """End a reader that hangs, where it can be reached."""
         ...
 
     def close(self) -> None:

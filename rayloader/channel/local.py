@@ -18,7 +18,7 @@ import numpy as np
 
 from rayloader import arena
 from rayloader.arena import Int64s
-from rayloader.channel import Delivery, ReaderGone
+from rayloader.channel import Delivery, ReaderGone, ReaderProcess
 from rayloader.channel.wire import (
     PACKET_BYTES,
     PROTOCOL_VERSION,
@@ -156,13 +156,13 @@ class LocalChannel:
         self._view = memoryview(self._buffer)
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.settimeout(timeout)
-        self._pidfd = -1
+        self._process: ReaderProcess | None = None
         try:
             self._connection.connect("\0" + address)
             pid, uid = peer(self._connection)
             if uid != os.getuid():
                 raise ChannelError(f"user {uid} listens where this user's reader should")
-            self._pidfd = os.pidfd_open(pid)
+            self._process = ReaderProcess(pid)
             self.welcome = self._greet(catalog_fd)
             self._connection.settimeout(None)
         except BaseException:
@@ -170,7 +170,7 @@ class LocalChannel:
             raise
         self._poll = select.poll()
         self._poll.register(self._connection, select.POLLIN)
-        self._poll.register(self._pidfd, select.POLLIN)
+        self._poll.register(self._process.pidfd, select.POLLIN)
         memory.connect(self._connection)
         _OPEN_CHANNELS.add(self)
 
@@ -209,6 +209,11 @@ class LocalChannel:
         """Change the ceiling on reads in flight [reads]."""
         self._say(Kind.CONCURRENCY, concurrency)
 
+    def kill(self) -> None:
+        """End the reader's process, stopped or not."""
+        if self._process is not None and self._process.pidfd >= 0:
+            self._process.kill()
+
     def close(self) -> None:
         """Let the reader go."""
         _OPEN_CHANNELS.discard(self)
@@ -218,9 +223,8 @@ class LocalChannel:
     def sever(self) -> None:
         """Close the descriptors of this process."""
         self._connection.close()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
+        if self._process is not None:
+            self._process.close()
 
     def _greet(self, catalog_fd: int | None) -> dict[str, Any]:
         fds = [self._memory.fd] + ([catalog_fd] if catalog_fd is not None else [])
@@ -257,22 +261,13 @@ class LocalChannel:
             return kind, fields, payload
 
     def _wait(self, on_wait: Callable[[], None]) -> None:
+        assert self._process is not None
         ready = self._poll.poll(self._POLL_SECONDS * 1000)
         if not ready:
-            self._require_running()
+            self._process.require_running()
             on_wait()
-        elif all(fd == self._pidfd for fd, _ in ready):
+        elif all(fd == self._process.pidfd for fd, _ in ready):
             raise ReaderGone("the reader's process has died")
-
-    def _require_running(self) -> None:
-        """A stopped process answers nobody for ever; treat it as dead."""
-        try:
-            with open(f"/proc/{self.welcome['pid']}/stat", "rb") as stat:
-                state = stat.read().rpartition(b")")[2].split()[0]
-        except OSError:
-            return  # the reader may live in another process namespace
-        if state in b"TtZX":
-            raise ReaderGone(f"the reader's process is stopped (state {state.decode()})")
 
     def _take(self, fields: tuple[int, ...], payload: bytes) -> Delivery:
         _, step, table_at, length, samples, nbytes, content, order = fields

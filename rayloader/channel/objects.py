@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rayloader.arena import Int64s
-from rayloader.channel import Delivery, ReaderGone
+from rayloader.channel import Delivery, ReaderGone, ReaderProcess
 from rayloader.channel.serve import Fetched
 from rayloader.errors import BatchTooLarge, ChannelError
 from rayloader.reader import Blocked, Ended, Failed, ReaderCounts, Ready, Warned
@@ -26,8 +26,15 @@ class RayChannel:
     _CALLS_AHEAD = 4
     _POLL_SECONDS = 1.0
 
-    def __init__(self, actor: Any, welcome: dict[str, Any]) -> None:
-        """Take batches from ``actor``, which has said ``welcome``."""
+    def __init__(self, actor: Any, welcome: dict[str, Any], process: ReaderProcess | None) -> None:
+        """Take batches from ``actor``, which has said ``welcome``.
+
+        Args:
+            actor: the reader.
+            welcome: what it said of itself.
+            process: its process when it runs on this node, else ``None``.
+        """
+        self._process = process
         self._actor = actor
         self.welcome = welcome
         self._generation = 0
@@ -51,6 +58,8 @@ class RayChannel:
         call = self._calls.popleft()
         try:
             while not ray.wait([call], timeout=self._POLL_SECONDS)[0]:
+                if self._process is not None:
+                    self._process.require_running()
                 on_wait()
             fetched: Fetched | None = ray.get(call)
         except ray.exceptions.RayActorError as died:
@@ -82,6 +91,13 @@ class RayChannel:
         """Change the ceiling on reads in flight [reads]."""
         self._actor.set_concurrency.remote(concurrency)
 
+    def kill(self) -> None:
+        """End the reader's process when it runs on this node; elsewhere Ray does."""
+        if self._process is not None and self._process.pidfd >= 0:
+            self._process.kill()
+
     def close(self) -> None:
         """Ask for no more."""
         self._calls.clear()
+        if self._process is not None:
+            self._process.close()

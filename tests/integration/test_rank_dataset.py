@@ -148,8 +148,6 @@ def test_torch_loads_it_without_a_worker_and_not_with_one(directory):
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
 def test_a_reader_that_dies_costs_no_sample(directory, channel, blow):
-    if channel == "ray" and blow is signal.SIGSTOP:
-        pytest.skip("Ray itself waits for a stopped actor")
     options = {"read_ahead_batches": 2, "channel": channel}
     with opened(directory, batch_size=2, seed=3, **options) as dataset:
         dataset.set_epoch(5)
@@ -346,3 +344,19 @@ def test_unordered_delivers_the_same_files(directory):
     with opened(directory, ordered=False, batch_size=2) as dataset:
         seen, _ = read(dataset)
         assert len(seen) == FILES
+
+
+def test_a_position_outlives_the_loop_that_was_left(directory):
+    with opened(directory, batch_size=2) as dataset:
+        _, expected = read(dataset)
+        dataset.set_epoch(0)
+        for step, _ in enumerate(dataset):
+            if step == 6:
+                break
+        receipt = dataset.receipt
+        assert receipt.steps == 7
+        assert dataset.receipt.seconds == receipt.seconds, "the clock stands still"
+        state = dataset.state_dict()
+        assert (state["epoch"], state["step"]) == (0, 7)
+        dataset.load_state_dict(state)
+        assert read(dataset)[1] == expected[14:]
