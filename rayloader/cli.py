@@ -1,0 +1,420 @@
+"""The ``rayloader`` command: arguments, messages, and one call each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args, get_type_hints
+
+import click
+
+from rayloader.config import MIB, Options
+from rayloader.errors import (
+    CatalogError,
+    OptionError,
+    RayloaderError,
+    StateMismatch,
+    UsageError,
+    printable,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rayloader.experiment.read import ReadJob, ReadResult
+
+FAILED, MISUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+"""Exit statuses: something failed; the options or the source are wrong; Ctrl-C; SIGTERM."""
+DEBUG = "RAYLOADER_DEBUG"
+"""Set to 1, errors come with their tracebacks."""
+_USERS_OWN = (OptionError, CatalogError, StateMismatch, UsageError)
+_NOTES = 10
+"""Lines of notes shown with an error [lines]."""
+WIDTH = 100
+"""Columns of help, and of a table that goes to a file or a pipe [characters]."""
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b|)", re.IGNORECASE)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def size(text: str | int) -> int:
+    """Bytes, spelled as GNU tools spell them: 8MiB = 8M = 8388608, 8MB = 8000000 [bytes].
+
+    Raises:
+        click.BadParameter: it is none.
+    """
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a size such as 322624, 8MiB, 512M or 1.5GB")
+    number, prefix, unit = match.groups()
+    base = 1000 if unit.lower() == "b" else 1024
+    return int(float(number) * base ** " kmgt".index(prefix.lower() or " "))
+
+
+class Sections(click.Command):
+    """A command whose help shows its options under headings: ``heading=`` of :func:`option`."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, those of a heading together, in the order they were declared."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            # An argument is told about in the text.
+            if record is not None and record[1]:
+                heading = getattr(parameter, "heading", "Help")
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+class Option(click.Option):
+    """An option that knows its heading."""
+
+    def __init__(self, *names: Any, heading: str = "Options", **more: Any) -> None:
+        super().__init__(*names, **more)
+        self.heading = heading
+
+
+def option(*names: str, heading: str = "Options", **more: Any) -> Callable[[Command], Command]:
+    """``click.option`` under a heading, with its default shown."""
+    more.setdefault("show_default", True)
+    return click.option(*names, cls=Option, heading=heading, **more)
+
+
+def of_reader(
+    name: str, heading: str, text: str, flag: str | None = None, **more: Any
+) -> Callable[[Command], Command]:
+    """The command-line option of a field of ``Options``, with its default and its choices."""
+    default, words = getattr(Options, name), get_args(get_type_hints(Options)[name])
+    dashed = name.replace("_", "-")
+    if isinstance(default, bool):
+        flag = flag or f"--{dashed}/--no-{dashed}"
+    elif name.endswith("_bytes"):
+        more |= {"type": size, "metavar": "SIZE"}
+        default = f"{default // MIB}MiB"
+    elif isinstance(default, str) and words:
+        more |= {"type": click.Choice(words)}
+    return option(flag or f"--{dashed}", name, heading=heading, default=default, help=text, **more)
+
+
+def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
+    """A subcommand whose options may also come from ``RAYLOADER_<OPTION>`` in the environment."""
+    return cli.command(
+        name,
+        cls=Sections,
+        context_settings={"auto_envvar_prefix": "RAYLOADER"},
+        epilog="Sizes are bytes, or such as 8MiB = 8M (powers of 1024) and 8MB (powers of 1000). "
+        "Every option may also be given in the environment: --batch-size as RAYLOADER_BATCH_SIZE.",
+    )
+
+
+def _print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if not wanted or context.resilient_parsing:
+        return
+    from rayloader.experiment.report import environment
+
+    found = environment()
+    parts = [f"{name} {found[name]}" for name in ("python", "ray", "torch", "pyarrow", "numpy")]
+    click.echo(f"rayloader {found['rayloader']} ({', '.join(parts)}, engine {found['engine']})")
+    context.exit()
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDTH},
+    epilog="Exit status: 0 done; 1 something failed; 2 the options or the source are wrong; "
+    "130 interrupted. RAYLOADER_DEBUG=1 shows tracebacks.",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the versions and the engine that reads files here, and exit.",
+)
+def cli() -> None:
+    """Read many files with persistent Ray readers: make test data, list it, read it, measure."""
+
+
+@_command("generate")
+@click.argument("directory", metavar="DIR")
+@option("--files", type=int, required=True, help="How many files.")
+@option("--size", type=size, metavar="SIZE", required=True, help="Of each file, or the mean.")
+@option(
+    "--size-stdev",
+    type=size,
+    metavar="SIZE",
+    default=0,
+    help="Sizes are normally distributed around --size with this standard deviation.",
+)
+@option("--subfolders", type=int, default=0, help="Spread the files over so many folders.")
+@option("--seed", type=int, default=0, help="Another seed gives other bytes.")
+def generate_command(directory: str, files: int, **recipe: int) -> None:
+    """Fill DIR with test files.
+
+    Their catalog, with sizes and checksums, is saved beside it as DIR.arrow. The bytes cannot be
+    compressed, each file is unique, and the same arguments give the same bytes on any machine.
+    Repeated, it finishes what was interrupted and does nothing when all is there.
+    """
+    from rayloader.experiment.generate import generate
+    from rayloader.experiment.live import Counting
+
+    errors = _console(stderr=True)
+    with Counting(errors, "files written", files) as counting:
+        catalog = generate(directory, files, progress=counting, **recipe)
+    click.echo(
+        f"{len(catalog):,} files, {(catalog.total_bytes or 0) / 1e9:.2f} GB in "
+        f"{printable(directory)}; catalog: {printable(directory.rstrip('/'))}.arrow"
+    )
+
+
+@_command("catalog")
+@click.argument("source", metavar="SRC...", nargs=-1, required=True)
+@option("-o", "--output", metavar="FILE.arrow", required=True, help="The catalog to write.")
+@option("--stat/--no-stat", default=False, help="Look up the files' sizes too, 64 at a time.")
+def catalog_command(source: tuple[str, ...], output: str, stat: bool) -> None:
+    """List SRC and save what exists.
+
+    SRC is a directory (all files below it), a quoted glob (** is any depth), another catalog
+    (.arrow or .parquet), or files.
+    """
+    from rayloader.catalog import Catalog
+    from rayloader.experiment.live import Counting
+
+    with Counting(_console(stderr=True), "files found") as counting:
+        catalog = Catalog.from_source(_one_or_many(source), stat=stat, progress=counting)
+    catalog.save(output)
+    size_ = f", {catalog.total_bytes / 1e9:.2f} GB" if catalog.total_bytes is not None else ""
+    click.echo(f"{len(catalog):,} files{size_}; catalog: {printable(output)}")
+
+
+ORDER = "What, and in which order"
+BOUNDS = "How much at once"
+WAY = "From where to where"
+FAULTS = "When things fail"
+TRAINING = "The training that is imitated"
+RESULT = "Result and comparison"
+
+
+@_command("read")
+@click.argument("source", metavar="SRC...", nargs=-1, required=True)
+@option("--ranks", heading=TRAINING, type=int, default=1, help="Training processes, all here.")
+@option("--epochs", heading=TRAINING, type=int, default=1, help="How many.")
+@option(
+    "--compute-seconds",
+    heading=TRAINING,
+    type=float,
+    default=0.0,
+    help="Sleep so long after each batch, as a training step would take [s].",
+)
+@option("--touch", heading=TRAINING, is_flag=True, help="Look at every byte that is delivered.")
+@of_reader("batch_size", ORDER, "Samples per batch and rank.")
+@of_reader("shuffle", ORDER, "Permute the files anew each epoch.")
+@of_reader("seed", ORDER, "Of the permutation.")
+@of_reader("uneven", ORDER, "Samples that do not divide by the ranks: leave out, or read twice.")
+@of_reader("drop_last", ORDER, "Leave out the short last batch.")
+@of_reader(
+    "ordered", ORDER, "In the plan's order, or batches as they complete.", "--ordered/--unordered"
+)
+@of_reader("concurrency", BOUNDS, "Ceiling on reads in flight per rank.")
+@of_reader("memory_bytes", BOUNDS, "Bound on batches in memory per rank.")
+@of_reader("part_bytes", BOUNDS, "A larger file is read as parallel ranges of this length.")
+@of_reader(
+    "read_ahead_batches",
+    BOUNDS,
+    "Batches read ahead at most; not given: as memory allows.",
+    type=int,
+)
+@of_reader("deliver", WAY, "Bring the bytes to the training process, or drop them in the reader.")
+@option("--direct", heading=WAY, is_flag=True, help="O_DIRECT; an error where it is refused.")
+@option(
+    "--direct-fallback",
+    heading=WAY,
+    is_flag=True,
+    help="O_DIRECT; where it is refused, through the page cache, and counted.",
+)
+@of_reader("drop_cache", WAY, "Drop each file from the page cache before it is read.")
+@of_reader("engine", WAY, "What reads files: the C extension, or the same in Python.")
+@of_reader("channel", WAY, "To the training process: shared memory, or Ray's object store.")
+@of_reader("ray", WAY, "Which Ray: auto, private, cluster, or HOST:PORT.")
+@of_reader("cpus", WAY, "CPUs of a reader: those of its rank, or all of the node.")
+@of_reader("on_error", FAULTS, "A file that cannot be read ends the run, or is left out.")
+@of_reader("skip_budget_files", FAULTS, "With skip: files per epoch and rank that may fail.")
+@of_reader("skip_budget_share", FAULTS, "With skip: share of the files that may fail [0..1].")
+@of_reader("max_restarts", FAULTS, "Restarts of a reader in a row without a batch.")
+@of_reader("start_timeout", FAULTS, "Ray and the readers must be up within this [s].")
+@of_reader("stall_seconds", FAULTS, "No batch for this long: a warning [s].")
+@of_reader("read_timeout", FAULTS, "No progress of any read for this long: an error [s].")
+@option(
+    "--json",
+    heading=RESULT,
+    metavar="FILE",
+    help="Write environment, options and all receipts to FILE; -: to standard output.",
+)
+@option(
+    "--compare",
+    heading=RESULT,
+    type=click.Choice(["torch"]),
+    help="Then read the same with torch's DataLoader, and show both.",
+)
+@option("--workers", heading=RESULT, type=int, default=2, help="Of torch's DataLoader, per rank.")
+@option(
+    "--worker-start",
+    heading=RESULT,
+    type=click.Choice(["fork", "spawn", "forkserver"]),
+    help="How torch's workers are started; not given: as this Python does it.",
+)
+def read_command(source: tuple[str, ...], json: str | None, **given: Any) -> None:
+    """Read SRC on one or several ranks, and show what it took.
+
+    SRC is a directory (all files below it), a quoted glob (** is any depth), a catalog (.arrow or
+    .parquet), or files. Each rank is a process with a RankDataset; a private Ray is started for
+    them and ended with them.
+    """
+    from rayloader.experiment.live import LiveWatch
+    from rayloader.experiment.read import read
+
+    job = _job(_one_or_many(source), given)
+    if json is not None:
+        _require_writable(json)
+    with LiveWatch(_console(stderr=True), job) as watch:
+        result = read(job, watch)
+    _show(result, json)
+
+
+def _job(source: str | list[str], given: dict[str, Any]) -> ReadJob:
+    """The job that the command line describes."""
+    from rayloader.experiment.read import ReadJob
+
+    fallback = given.pop("direct_fallback")
+    given["direct"] = "fallback" if fallback else given["direct"]
+    given["compare"] = given["compare"] is not None
+    own = {field.name for field in dataclasses.fields(ReadJob)}
+    options = Options.of({name: value for name, value in given.items() if name not in own})
+    return ReadJob(
+        source, options=options, **{name: value for name, value in given.items() if name in own}
+    )
+
+
+def _show(result: ReadResult, json_file: str | None) -> None:
+    """Print the tables; write the document."""
+    from rayloader.experiment import report
+
+    console = _console(stderr=json_file == "-")
+    for part in report.parts(result):
+        console.print(part)
+    if json_file is None:
+        return
+    text = json.dumps(report.document(result, ["rayloader", *sys.argv[1:]]), indent=1) + "\n"
+    if json_file == "-":
+        click.echo(text, nl=False)
+    else:
+        with open(json_file, "w") as file:
+            file.write(text)
+
+
+def _require_writable(path: str) -> None:
+    """Find out before the work, not after it.
+
+    Raises:
+        click.BadParameter: the file cannot be written.
+    """
+    if path == "-":
+        return
+    try:
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise click.BadParameter(
+            f"{printable(path)}: {error.strerror}", param_hint="'--json'"
+        ) from error
+
+
+def _one_or_many(source: tuple[str, ...]) -> str | list[str]:
+    """One name may be anything; several, as a shell makes of a glob, are files."""
+    return source[0] if len(source) == 1 else list(source)
+
+
+def _console(stderr: bool) -> Console:
+    """A console that is wide enough where nobody's terminal says how wide it is."""
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH
+    return console
+
+
+def main() -> None:
+    """Run the command line and exit: the ``rayloader`` script."""
+    signal.signal(signal.SIGTERM, _terminated)
+    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    sys.exit(_run())
+
+
+def _run() -> int:
+    """Run the command line; the exit status."""
+    try:
+        cli.main(prog_name="rayloader", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return _complain("interrupted", INTERRUPTED)
+    except click.ClickException as error:
+        return _misused(error)
+    except RayloaderError as error:
+        return _failed(error)
+    except BrokenPipeError:
+        # Whoever read our output has gone, as ``| head`` does: that is no error of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        return _failed(error)
+    return 0
+
+
+def _terminated(*_: object) -> NoReturn:
+    sys.exit(TERMINATED)
+
+
+def _misused(error: click.ClickException) -> int:
+    """Say what is wrong with the arguments, and where help is."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "rayloader"
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        click.echo(error.format_message(), err=True)
+        return MISUSED
+    return _complain(f"{error.format_message()}\n  see {command} --help", MISUSED)
+
+
+def _failed(error: Exception) -> int:
+    """Say what failed: the first line complete in itself, the notes below it."""
+    if os.environ.get(DEBUG, "") not in ("", "0"):
+        traceback.print_exception(error)
+    own = isinstance(error, RayloaderError)
+    text = str(error) if own else f"{type(error).__name__}: {error} (a defect; {DEBUG}=1 says more)"
+    notes = "\n".join(getattr(error, "__notes__", [])).splitlines()
+    lines = [text, *(f"  {line}" for line in notes[:_NOTES])]
+    return _complain("\n".join(lines), MISUSED if isinstance(error, _USERS_OWN) else FAILED)
+
+
+def _complain(text: str, status: int) -> int:
+    with contextlib.suppress(BrokenPipeError):
+        click.echo(f"rayloader: {text}", err=True)
+    return status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Progress for people: moving lines on a terminal, one plain line per epoch elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.text import Text
+
+from rayloader.experiment.ranks import Loader, Moved
+from rayloader.experiment.read import EpochResult, ReadJob
+from rayloader.experiment.report import GB, epoch_line, title
+
+
+class Counting:
+    """How many have been done so far, and how fast; a context."""
+
+    def __init__(self, console: Console, what: str, total: int | None = None) -> None:
+        """Count ``what`` (such as "files written"), of a known total or not."""
+        bar = BarColumn() if total is not None else SpinnerColumn()
+        self._progress = Progress(
+            bar, TextColumn("{task.description}"), console=console, transient=True
+        )
+        self._what = what
+        self._total = total
+        self._began = time.monotonic()
+        self._task = self._progress.add_task(what, total=total)
+
+    def __enter__(self) -> Counting:
+        if self._progress.console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def __call__(self, done: int) -> None:
+        """So many are done."""
+        rate = done / max(time.monotonic() - self._began, 1e-3)
+        of = f" of {self._total:,}" if self._total is not None else ""
+        text = f"{done:,}{of} {self._what}, {rate:,.0f}/s"
+        self._progress.update(self._task, completed=done, description=text)
+
+
+class LiveWatch:
+    """Shows how a read job goes on; a context, and a ``Watch``."""
+
+    def __init__(self, console: Console, job: ReadJob) -> None:
+        """Write to ``console``, which is best not the one that the result goes to."""
+        self._console = console
+        self._job = job
+        self._progress = Progress(
+            TextColumn("{task.fields[name]}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            console=console,
+            transient=True,
+        )
+        self._lines: list[TaskID] = []
+        self._speeds: list[_Speed] = []
+
+    def __enter__(self) -> LiveWatch:
+        if self._console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def listed(self, entries: int) -> None:
+        """See ``Watch``."""
+        if not self._lines:
+            self._lines = [self._progress.add_task("", total=None, name="listing", text="")]
+        self._progress.update(self._lines[0], text=f"{entries:,} files")
+
+    def starting(self, loader: Loader) -> None:
+        """See ``Watch``."""
+        for line in self._lines:
+            self._progress.remove_task(line)
+        self._speeds = [_Speed() for _ in range(self._job.ranks)]
+        self._lines = [
+            self._progress.add_task("", total=None, name=f"rank {rank}", text="starting")
+            for rank in range(self._job.ranks)
+        ]
+        if loader != "rayloader" or self._job.compare:
+            self._print(Text(f"{title(loader, self._job)}:", style="bold"))
+
+    def moved(self, rank: int, moved: Moved) -> None:
+        """See ``Watch``."""
+        self._progress.update(
+            self._lines[rank],
+            total=moved.steps_expected,
+            completed=moved.steps,
+            name=f"rank {rank}, epoch {moved.epoch}",
+            text=self._speeds[rank].text(moved),
+        )
+
+    def epoch_done(self, loader: Loader, result: EpochResult) -> None:
+        """See ``Watch``."""
+        self._print(Text(f"  {epoch_line(result)}"))
+        for line in self._lines:
+            self._progress.update(line, completed=0, text="")
+
+    def said(self, rank: int, text: str) -> None:
+        """See ``Watch``."""
+        self._print(Text(f"rank {rank}: {text}", style="yellow"))
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=not self._console.is_terminal)
+
+
+class _Speed:
+    """What a rank did between two reports."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, Moved] | None = None
+
+    def text(self, moved: Moved) -> str:
+        now, last = time.monotonic(), self._last
+        self._last = now, moved
+        if last is None or last[1].epoch != moved.epoch or now == last[0]:
+            return ""
+        seconds = now - last[0]
+        gigabytes = (moved.bytes - last[1].bytes) / GB / seconds
+        files = (moved.files - last[1].files) / seconds
+        in_flight = (moved.read_seconds - last[1].read_seconds) / seconds
+        reading = f", {in_flight:.0f} in flight" if moved.read_seconds else ""
+        return f"{gigabytes:.2f} GB/s, {files:,.0f} files/s{reading}"
