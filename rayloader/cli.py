@@ -332,13 +332,10 @@ def _require_writable(path: str) -> None:
     """
     if path == "-":
         return
-    try:
-        with open(path, "a"):
-            pass
-    except OSError as error:
-        raise click.BadParameter(
-            f"{printable(path)}: {error.strerror}", param_hint="'--json'"
-        ) from error
+    fits = os.path.isfile(path) or not os.path.lexists(path)
+    place = path if os.path.lexists(path) else os.path.dirname(path) or "."
+    if not fits or not os.access(place, os.W_OK):
+        raise click.BadParameter(f"{printable(path)} cannot be written", param_hint="'--json'")
 
 
 def _one_or_many(source: tuple[str, ...]) -> str | list[str]:
@@ -403,8 +400,9 @@ def _failed(error: Exception) -> int:
     """Say what failed: the first line complete in itself, the notes below it."""
     if os.environ.get(DEBUG, "") not in ("", "0"):
         traceback.print_exception(error)
-    own = isinstance(error, RayloaderError)
-    text = str(error) if own else f"{type(error).__name__}: {error} (a defect; {DEBUG}=1 says more)"
+    text = str(error)
+    if not isinstance(error, RayloaderError | OSError):
+        text = f"{type(error).__name__}: {error} (a defect; {DEBUG}=1 says more)"
     notes = "\n".join(getattr(error, "__notes__", [])).splitlines()
     lines = [text, *(f"  {line}" for line in notes[:_NOTES])]
     return _complain("\n".join(lines), MISUSED if isinstance(error, _USERS_OWN) else FAILED)

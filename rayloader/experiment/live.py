@@ -39,7 +39,7 @@ class Counting:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._progress.stop()
+        _stop(self._progress)
 
     def __call__(self, done: int) -> None:
         """So many are done."""
@@ -77,7 +77,7 @@ class LiveWatch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._progress.stop()
+        _stop(self._progress)
 
     def listed(self, entries: int) -> None:
         """See ``Watch``."""
@@ -138,3 +138,9 @@ class _Speed:
         in_flight = (moved.read_seconds - last[1].read_seconds) / seconds
         reading = f", {in_flight:.0f} in flight" if moved.read_seconds else ""
         return f"{gigabytes:.2f} GB/s, {files:,.0f} files/s{reading}"
+
+
+def _stop(progress: Progress) -> None:
+    """Stop it if it was started; otherwise rich would write an empty line."""
+    if progress.console.is_terminal:
+        progress.stop()

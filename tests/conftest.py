@@ -1,0 +1,10 @@
+"""What all tests share: an environment that says nothing about this process's own rank."""
+
+import os
+
+from rayloader import launch
+
+for _name in set(os.environ) - set(launch.scrubbed(os.environ)):
+    del os.environ[_name]
+for _name in [name for name in os.environ if name.startswith("RAYLOADER_")]:
+    del os.environ[_name]

@@ -1,0 +1,146 @@
+"""What ``rayloader read`` counts and how it adds it up."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from rayloader.catalog import Catalog
+from rayloader.config import Options
+from rayloader.experiment import report
+from rayloader.experiment.pagecache import cached_share
+from rayloader.experiment.processes import Census
+from rayloader.experiment.ranks import Done
+from rayloader.experiment.read import EpochResult, LoaderResult, ReadJob, ReadResult
+from rayloader.launch import RUN_ID
+from rayloader.receipt import Receipt
+
+SLEEP = "import time; time.sleep(60)"
+PARENT = (
+    f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}], env={{'A': 'b'}})"
+)
+
+
+def done(epoch, rank, first_at, ended_at, nbytes):
+    receipt = Receipt(epoch=epoch, rank=rank, world_size=2, files=10, bytes=nbytes, seconds=2.0)
+    return Done(epoch, first_at, ended_at, receipt.asdict())
+
+
+@pytest.fixture
+def two_epochs():
+    first = EpochResult(
+        0, 100.0, None, (done(0, 0, 100.5, 102.0, 3 * 10**9), done(0, 1, 101, 104, 10**9)), 12
+    )
+    second = EpochResult(
+        1, 105.0, first.ended_at, (done(1, 0, 105.1, 106, 10**9), done(1, 1, 105.2, 107, 10**9)), 0
+    )
+    return first, second
+
+
+@pytest.fixture
+def result(two_epochs):
+    catalog = Catalog.of_files([f"{number}.bin" for number in range(20)])
+    options = Options(batch_size=5)
+    ours = LoaderResult("rayloader", 4.0, 1.0, two_epochs)
+    theirs = LoaderResult("torch-respawned", 2.0, None, two_epochs)
+    return ReadResult(ReadJob("x", 2, 2, options, compare=True), catalog, 0.5, (ours, theirs))
+
+
+def shown(table, width=100):
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(table)
+    console.file.close()
+    return console.export_text()
+
+
+def test_the_rate_of_all_ranks_is_all_bytes_from_the_common_start_to_the_last_end(two_epochs):
+    first, second = two_epochs
+    assert (first.bytes, first.seconds, first.files) == (4 * 10**9, 4.0, 20)
+    assert first.asdict()["bytes_per_second"] == 10**9
+    assert first.first_batch_seconds == 1.0
+    assert first.gap_seconds == 0.0
+    assert second.gap_seconds == pytest.approx(1.2)
+
+
+def test_the_table_has_a_line_per_epoch_and_rank_and_one_for_all(result):
+    lines = [line.split() for line in shown(report.ranks_table(result.loaders[0])).splitlines()]
+    body = [line for line in lines if line and line[0] not in ("first", "epoch")]
+    assert [line[0] for line in body] == ["0", "1", "all", "1", "1", "all"]
+    assert body[2][:5] == ["all", "20", "4.00", "1.00", "5"]
+    assert body[5][:7] == ["all", "20", "2.00", "1.00", "10", "200", "1,200"]
+
+
+def test_a_table_fits_into_a_hundred_columns(result):
+    big = dataclasses.replace(result.loaders[0].epochs[0].ranks[0])
+    big.receipt.update(files=12_345_678, bytes=10**13, gap_seconds=99.0, stall_seconds=999.0)
+    for table in (report.ranks_table(result.loaders[0]), report.comparison_table(result)):
+        text = shown(table)
+        assert max(map(len, text.splitlines())) <= 100
+        assert "…" not in text
+
+
+def test_the_comparison_keeps_the_first_epoch_apart(result):
+    text = shown(report.comparison_table(result))
+    later, first = text.split("epoch 0")
+    assert "epochs 1 to 1, median" in later
+    assert "1.0 x" in later
+    assert "1.0 x" in first
+
+
+def test_the_document_holds_every_field_of_every_receipt(result):
+    document = report.document(result, ["rayloader", "read"])
+    fields = {field.name for field in dataclasses.fields(Receipt)}
+    for loader in document["loaders"]:
+        for epoch in loader["epochs"]:
+            assert all(set(receipt) == fields for receipt in epoch["receipts"])
+    assert document["options"]["batch_size"] == 5
+    assert document["environment"]["cpu_count"] == os.cpu_count()
+
+
+def test_the_census_sees_what_a_run_starts_and_what_that_starts():
+    census = Census("one run")
+    assert census.appeared() == 0
+    environ = {**os.environ, RUN_ID: "one run"}
+    with subprocess.Popen([sys.executable, "-c", PARENT], env=environ):
+        try:
+            found = census.appeared()
+            while found < 2:
+                found += census.appeared()
+            assert len(census.living()) == 2
+            assert census.appeared() == 0
+            assert not census.wait_until_gone(0.05)
+        finally:
+            for pid in census.living():
+                os.kill(pid, 9)
+    assert census.wait_until_gone(5)
+
+
+def test_the_census_does_not_count_another_run():
+    census = Census("one run")
+    environ = {**os.environ, RUN_ID: "one run and more"}
+    with subprocess.Popen([sys.executable, "-c", SLEEP], env=environ) as other:
+        try:
+            assert census.appeared() == 0
+        finally:
+            other.kill()
+
+
+def test_the_cached_share_falls_when_files_are_dropped_from_the_cache(tmp_path):
+    for number in range(8):
+        with open(tmp_path / str(number), "wb") as file:
+            file.write(bytes(1 << 20))
+            os.fsync(file.fileno())
+    catalog = Catalog.from_source(tmp_path)
+    before = cached_share(catalog)
+    for number in range(8):
+        with open(tmp_path / str(number), "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert before > 0.9
+    assert cached_share(catalog) < before / 2
+
+
+def test_the_cached_share_of_what_cannot_be_opened_is_unknown(tmp_path):
+    assert cached_share(Catalog.of_files([tmp_path / "missing"])) is None
