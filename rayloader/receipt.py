@@ -92,11 +92,15 @@ class Receipt:
     """
 
     epoch: int = 0
+    """Its number."""
     rank: int = 0
+    """Whose receipt it is."""
     world_size: int = 1
+    """Ranks in the run."""
     steps: int = 0
-    """Batches delivered."""
+    """Batches delivered [batches]."""
     steps_expected: int = 0
+    """Batches that the epoch has for this rank [batches]."""
     files: int = 0
     """Samples delivered (or, with ``deliver=False``, read and dropped)."""
     bytes: int = 0
@@ -112,12 +116,15 @@ class Receipt:
     stall_seconds: float = 0.0
     """The trainer's time spent waiting in ``next()`` [s]."""
     peak_in_flight: int = 0
+    """The most reads in flight at once [reads]."""
     mean_in_flight: float = 0.0
-    """Reads in flight on average between the epoch's first ``next()`` and its end."""
+    """Reads in flight on average between the first ``next()`` and the epoch's end [reads]."""
     latency_p50: float = 0.0
     """Median duration of a read, to a bucket of 19 % [s]."""
     latency_p99: float = 0.0
+    """99 of 100 reads were not slower [s]."""
     reads: int = 0
+    """Read requests completed [reads]."""
     metadata_ops: int = 0
     """Opens, stats and HEADs within the clock."""
     restarts: int = 0
@@ -125,19 +132,29 @@ class Receipt:
     retries: int = 0
     """Requests that the storage layer sent again."""
     skipped: list[Skipped] = dataclasses.field(default_factory=list)
+    """Samples left out under ``on_error="skip"``: ``key`` and ``cause`` of each."""
     reader_pid: int = 0
+    """Process of the reader."""
     engine: str = ""
+    """What read: ``native`` or ``python``."""
     channel: str = ""
+    """What delivered: ``local`` (shared memory) or ``ray``."""
     bytes_before_clock: int = 0
+    """Bytes that came from the storage between the epoch before and this clock [bytes]."""
     metadata_ops_before_clock: int = 0
+    """Opens, stats and HEADs in that time."""
     direct_bytes: int = 0
+    """Bytes read with O_DIRECT [bytes]."""
     direct_fallback_files: int = 0
+    """Files that wanted O_DIRECT and were read without."""
     cache_dropped_files: int = 0
+    """Files dropped from the page cache before they were read."""
     private_copies: int = 0
     """Batches copied out of the arena because the trainer held more than half of it."""
     memory_bytes: int = 0
     """The bound that was in force [bytes]."""
     concurrency: int = 0
+    """The ceiling on reads in flight that was in force [reads]."""
     cpu_reader: float = 0.0
     """CPU time of the reader process in this epoch [s]."""
     affinity: list[int] = dataclasses.field(default_factory=list)
