@@ -58,6 +58,9 @@ PRIVATE_SETTINGS: dict[str, Any] = {
     "prestart_worker_first_driver": False,
     "kill_idle_workers_interval_ms": 0,
     "memory_monitor_refresh_ms": 0,
+    # An agent that sees the raylet die prints its log on every driver's terminal; the keeper is
+    # quicker than an agent that only polls.
+    "enable_pipe_based_agent_to_parent_health_check": False,
     # Nobody looks at them.
     "enable_metrics_collection": False,
     "enable_timeline": False,
@@ -329,7 +332,7 @@ def _private(run_id: str | None, deadline: float) -> Connection:
     try:
         where = guard.ray(max(deadline - time.monotonic(), 0.1))
         _import_ray(where)
-        with _token(where.token), _loopback():
+        with _token(where.token), _loopback(), _discreet():
             node_id = _init(where.address, deadline)
     except BaseException:
         _reload_token()
@@ -557,6 +560,22 @@ def _put(values: dict[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _discreet() -> Iterator[None]:
+    """Keep a private Ray from writing its own account of a dead reader to the user's output."""
+    from ray._private import worker
+
+    before = getattr(worker, "listen_error_messages", None)
+    if before is None or os.environ.get("RAYLOADER_DEBUG"):
+        yield
+        return
+    worker.listen_error_messages = lambda *_: None
+    try:
+        yield
+    finally:
+        worker.listen_error_messages = before
 
 
 @contextlib.contextmanager

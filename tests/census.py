@@ -125,11 +125,8 @@ class Process:
         self.popen.wait(10)
 
     def wait(self, seconds=20.0):
-        """Its exit status; its standard error is shown if that is a failure."""
-        status = self.popen.wait(seconds)
-        if status > 0:
-            sys.stderr.write(self.popen.stderr.read().decode())
-        return status
+        """Its exit status, and what it wrote on standard error."""
+        return self.popen.wait(seconds), self.popen.stderr.read().decode()
 
     def close(self):
         """End it and close its pipes."""
