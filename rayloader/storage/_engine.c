@@ -292,6 +292,7 @@ static int64_t close_files(group *g)
     return closed;
 }
 
+/* The directory is open as a path only: closing it asks no file system. */
 static void close_root(group *g)
 {
     int fd = atomic_exchange(&g->root_fd, -1);
@@ -947,23 +948,18 @@ static void retire(engine *e, group *g)
 
 static void complete(engine *e, group *g)
 {
+    close_root(g);
     g->stage = g->stage == MEASURING ? MEASURED : FETCHED;
     g->done = true;
     append(&e->done, g);
     signal_owner(e);
 }
 
-/* Called with the lock held, which is let go while the group's directory is closed. */
 static void finish(engine *e, worker *w)
 {
     run *r = &w->run;
     group *g = r->group;
     g->unfinished -= r->ended;
-    if (g->unfinished == 0 && g->users == 1 && !g->discarded && atomic_load(&g->root_fd) >= 0) {
-        pthread_mutex_unlock(&e->lock);
-        close_root(g);
-        pthread_mutex_lock(&e->lock);
-    }
     learn(e, r);
     e->several -= r->several;
     if (w->loose) {
