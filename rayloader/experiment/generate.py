@@ -7,9 +7,11 @@ The catalog lies *beside* the directory, as ``<directory>.arrow``, with sizes an
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import json
+import math
 import numbers
 import os
 import zlib
@@ -83,7 +85,7 @@ def generate(
         return saved
     _claim(root, recipe, wanted, saved)
     checksums = _write_all(recipe, wanted, order, Ticker(progress))
-    os.sync()
+    _flush(wanted.root)
     catalog = Catalog(
         wanted.root, wanted.keys, wanted.sizes, pa.array(checksums), {_RECIPE: recipe.dumps()}
     )
@@ -145,7 +147,8 @@ class _Recipe:
                 raise OptionError(f"{name}={value!r}: must be {wanted}")
             object.__setattr__(self, name, int(value))
         stdev = self.size_stdev
-        if isinstance(stdev, bool) or not isinstance(stdev, numbers.Real) or not stdev >= 0:
+        real = isinstance(stdev, numbers.Real) and not isinstance(stdev, bool)
+        if not real or not 0 <= stdev < math.inf:
             raise OptionError(f"size_stdev={stdev!r}: must be a number of bytes >= 0")
         object.__setattr__(self, "size_stdev", float(stdev))
 
@@ -295,6 +298,20 @@ def _write_all(
             ticker(done)
     ticker.end(done)
     return checksums
+
+
+def _flush(directory: bytes) -> None:
+    """Write the directory's file system to disk: what is dirty cannot be dropped from a cache.
+
+    Raises:
+        StorageError: the disk reports that it could not take all of it.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(fd) != 0:
+            raise storage_error(os.fsdecode(directory), ctypes.get_errno())
+    finally:
+        os.close(fd)
 
 
 def _write_one(recipe: _Recipe, index: int, path: bytes, size: int) -> int:
