@@ -2,7 +2,7 @@
 
 Method: a contender's processes are started once, before the clock, and wait for orders (see
 peers.py and peer.c); contenders with the same command share a process. An order for several ranks
-names the moment at which all of them begin.
+names the moment at which all of them begin. All of rayloader's processes share one private Ray.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.files import WORD, FileSet
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+RUN_ID = "RAYLOADER_RUN_ID"
 PATIENCE = 180.0
 """An answer that takes longer is a failure [s]."""
 TOGETHER = 0.02
@@ -44,22 +45,30 @@ class Contender:
         name: as tables and pictures have it.
         command: what starts one process of it.
         order: the words of every order to it.
-        ranks: processes that share the files.
         family: contenders of one family are drawn alike: ``c``, ``rayloader``, ``torch`` …
+        ranks: processes that share the files; started as torchrun starts them.
+        lasting: its processes are kept for later measures.
     """
 
     name: str
     command: tuple[str, ...]
-    order: Mapping[str, Any]
+    order: Mapping[str, Any] = dataclasses.field(hash=False)
     family: str
     ranks: int = 1
+    lasting: bool = True
 
     def commands(self) -> list[tuple[str, ...]]:
         """The command of each rank."""
         if self.ranks == 1:
             return [self.command]
-        shares = [(f"rank={rank}", f"world_size={self.ranks}") for rank in range(self.ranks)]
-        return [(*self.command, *share) for share in shares]
+        return [("env", *_torchrun(rank, self.ranks), *self.command) for rank in range(self.ranks)]
+
+
+def _torchrun(rank: int, ranks: int) -> list[str]:
+    """The environment that torchrun gives to one rank of several on one node."""
+    here = [f"RANK={rank}", f"LOCAL_RANK={rank}", f"WORLD_SIZE={ranks}"]
+    run = [f"TORCHELASTIC_RUN_ID=bench-{os.getpid()}", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=1"]
+    return [*here, f"LOCAL_WORLD_SIZE={ranks}", *run]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,24 +110,69 @@ class Epoch:
         )
 
 
+class Processes:
+    """The processes of a whole run, started when first asked for, ended together."""
+
+    def __init__(self) -> None:
+        self.paces: dict[Contender, float] = {}
+        self._running: dict[tuple[str, ...], _Process] = {}
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end(list(self._running))
+
+    def of(self, contender: Contender) -> list[_Process]:
+        """One for each rank."""
+        for command in contender.commands():
+            if command not in self._running:
+                self._running[command] = _Process(command)
+        return [self._running[command] for command in contender.commands()]
+
+    def end(self, contender: Contender) -> None:
+        """End a contender's processes now."""
+        self.paces.pop(contender, None)
+        self._end([command for command in contender.commands() if command in self._running])
+
+    def _end(self, commands: list[tuple[str, ...]]) -> None:
+        ending = [self._running.pop(command) for command in commands]
+        for process in ending:
+            process.hang_up()
+        for process in ending:
+            process.end()
+
+
 class Stage:
-    """Contenders whose processes run, each checked to deliver exactly the files' bytes."""
+    """Contenders ready to run, each checked once to deliver exactly the files' bytes.
+
+    Args:
+        processes: of the whole run.
+        contenders: those of one measure.
+        files: what each epoch must deliver.
+        verify: check every byte once, not only how many there are.
+        warm_epochs: run before anything counts.
+    """
 
     def __init__(
-        self, contenders: Iterable[Contender], files: FileSet, *, warm_epochs: int = 2
+        self,
+        processes: Processes,
+        contenders: Iterable[Contender],
+        files: FileSet,
+        *,
+        verify: bool = True,
+        warm_epochs: int = 2,
     ) -> None:
         self.contenders = list(contenders)
-        self.files = files
-        self.warm_epochs = warm_epochs
         self.absent: dict[str, str] = {}
-        self._processes: dict[tuple[str, ...], _Process] = {}
-        self._pace: dict[str, float] = {}
+        self._processes = processes
+        self._files = files
+        self._verify = verify
+        self._warm_epochs = warm_epochs
 
     def __enter__(self) -> Stage:
         for contender in self.contenders:
-            for command in contender.commands():
-                if command not in self._processes:
-                    self._processes[command] = _Process(command)
+            self._processes.of(contender)  # all of them start at once
         for contender in list(self.contenders):
             try:
                 self._admit(contender)
@@ -133,10 +187,9 @@ class Stage:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for process in self._processes.values():
-            process.hang_up()
-        for process in self._processes.values():
-            process.end()
+        for contender in self.contenders:
+            if not contender.lasting:
+                self._processes.end(contender)
 
     def turn(
         self, contender: Contender, epochs: int | None = None, seconds: float = 0.0, **more: Any
@@ -153,38 +206,40 @@ class Stage:
             SystemExit: an epoch did not deliver the files.
         """
         count = epochs or self._affordable(contender, seconds)
-        processes = [self._processes[command] for command in contender.commands()]
+        processes = self._processes.of(contender)
         order = {**contender.order, **more}
         if len(processes) == 1:
             processes[0].send({"epochs": count, **order})
             turn = [Epoch.of([processes[0].answer()], None) for _ in range(count)]
         else:
             turn = [_together(processes, order) for _ in range(count)]
+        wanted = (self._files.count, self._files.bytes)
         for epoch in turn:
-            if (epoch.files, epoch.bytes) != (self.files.count, self.files.bytes):
-                raise SystemExit(
-                    f"{contender.name} delivered {epoch.files} files, {epoch.bytes} bytes "
-                    f"instead of {self.files.count}, {self.files.bytes}"
-                )
+            if (epoch.files, epoch.bytes) != wanted:
+                seen = f"{epoch.files} files, {epoch.bytes} bytes"
+                raise SystemExit(f"{contender.name} delivered {seen} instead of {wanted}")
         return turn
 
     def pids(self, contender: Contender) -> list[int]:
         """The process of each rank."""
-        return [self._processes[command].pid for command in contender.commands()]
+        return [process.pid for process in self._processes.of(contender)]
 
     def _affordable(self, contender: Contender, seconds: float) -> int:
-        return max(1, min(MOST_EPOCHS, round(seconds / self._pace[contender.name])))
+        return max(1, min(MOST_EPOCHS, round(seconds / self._processes.paces[contender])))
 
     def _admit(self, contender: Contender) -> None:
         """Wait until it runs, check every byte once, and warm up."""
-        for command in contender.commands():
-            self._processes[command].ready()
-        how = {"verify": 1} if contender.family == "c" else {"trainer": "verify"}
-        digest = self.turn(contender, 1, **how)[0].result
-        if digest != self.files.digest:
-            raise SystemExit(f"{contender.name} delivered other bytes than the files hold")
-        warm = self.turn(contender, self.warm_epochs)
-        self._pace[contender.name] = min(epoch.seconds for epoch in warm)
+        for process in self._processes.of(contender):
+            process.ready()
+        if contender in self._processes.paces:
+            return
+        if self._verify:
+            how = {"verify": 1} if contender.family.startswith("c") else {"trainer": "verify"}
+            if self.turn(contender, 1, **how)[0].result != self._files.digest:
+                raise SystemExit(f"{contender.name} delivered other bytes than the files hold")
+        if self._warm_epochs:
+            warm = self.turn(contender, self._warm_epochs)
+            self._processes.paces[contender] = min(epoch.seconds for epoch in warm)
 
 
 def _together(processes: list[_Process], order: Mapping[str, Any]) -> Epoch:
@@ -209,6 +264,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            env={**os.environ, RUN_ID: f"bench-{os.getpid()}"},
         )
 
     @property
@@ -249,13 +305,13 @@ class _Process:
             self._popen.stdin.close()
 
     def end(self) -> None:
-        for stop in (lambda: None, self._popen.terminate, self._popen.kill):
-            stop()
+        for force in (self._popen.terminate, self._popen.kill):
             try:
                 self._popen.wait(15)
                 break
             except subprocess.TimeoutExpired:
-                continue
+                force()
+        self._popen.wait()
         assert self._popen.stdout is not None
         self._popen.stdout.close()
         self._errors.close()

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contender import Contender, python_peer
+from benchmarks.contender import Contender, Processes, python_peer
 from benchmarks.files import FileSet
 
 ARENA_BYTES = 512 << 20
@@ -23,6 +23,7 @@ class Setting:
         large: 2,000 files of 322,624 bytes.
         small: 20,000 files of 10,000 bytes.
         c_reader: the compiled peer.c.
+        processes: the contenders' processes.
         rounds: how often each contender has a turn.
         seconds: about how long a turn is [s].
         seed: of the order within rounds.
@@ -33,6 +34,7 @@ class Setting:
     large: FileSet
     small: FileSet
     c_reader: Path
+    processes: Processes
     rounds: int
     seconds: float
     seed: int
@@ -61,11 +63,9 @@ def c_readers(
     ]
 
 
-def rayloader(
-    files: FileSet, *, source: Path | None = None, ranks: int = 1, **order: Any
-) -> Contender:
+def rayloader(files: FileSet, *, ranks: int = 1, **order: Any) -> Contender:
     """Our own, with one rank or several; ``order`` may hold ``concurrency``."""
-    words = {"source": source or files.root, "batch_size": batch_size(files)}
+    words = {"source": files.root, "batch_size": batch_size(files)}
     suffix = "".join(f", {name} {value}" for name, value in order.items() if name == "concurrency")
     name = f"rayloader, {ranks} ranks{suffix}" if ranks > 1 else f"rayloader{suffix}"
     return Contender(name, python_peer("rayloader", **words), order, "rayloader", ranks)
@@ -87,10 +87,10 @@ def torch_in_process_tuned(files: FileSet, collate: str) -> Contender:
     As it comes, glibc returns the freed batches to the kernel or not, depending on what else the
     process has allocated; page faults then cost up to nine tenths of the rate.
     """
+    torch = _torch(files)
     return Contender(
         f"torch, in-process, {collate}, malloc tuned",
-        ("env", "MALLOC_TRIM_THRESHOLD_=4294967296", "MALLOC_MMAP_THRESHOLD_=4294967296")
-        + _torch(files),
+        ("env", "MALLOC_TRIM_THRESHOLD_=1000000000", "MALLOC_MMAP_THRESHOLD_=1000000000", *torch),
         {"workers": 0, "collate": collate},
         "torch in-process, malloc tuned",
     )
@@ -141,7 +141,7 @@ def spdl(files: FileSet, threads: int, unit: str) -> Contender:
 def ray_data(files: FileSet) -> Contender:
     """Ray Data on its own Ray."""
     words = {"files": files.listing, "batch_size": batch_size(files)}
-    return Contender("Ray Data", python_peer("ray-data", **words), {}, "Ray Data")
+    return Contender("Ray Data", python_peer("ray-data", **words), {}, "Ray Data", lasting=False)
 
 
 def _torch(files: FileSet) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 import torch
@@ -44,7 +44,13 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from benchmarks.files import WORD, sample_digest
 
-Samples = Sequence[torch.Tensor]
+
+class Samples(Protocol):
+    """One batch as the training loop sees it: some 1-D uint8 tensors."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[torch.Tensor]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +72,9 @@ def read_file(path: str) -> torch.Tensor:
     fd = os.open(path, os.O_RDONLY)
     try:
         content = np.empty(os.fstat(fd).st_size, np.uint8)
-        done = 0
+        room, done = memoryview(content), 0
         while done < content.size:
-            got = os.readv(fd, [content[done:]])
+            got = os.readv(fd, [room[done:]])
             if not got:
                 raise EOFError(path)
             done += got
@@ -110,11 +116,14 @@ def as_list(samples: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def as_flat(samples: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-    """The samples behind one another (a worker: in shared memory), and their sizes."""
+    """The samples behind one another, and their sizes; a worker uses shared memory.
+
+    It does so as torch's own ``default_collate`` does.
+    """
     sizes = [sample.numel() for sample in samples]
     if get_worker_info() is None:
         return torch.cat(samples), sizes
-    storage = torch.UntypedStorage._new_shared(sum(sizes))  # as default_collate does
+    storage = torch.UntypedStorage._new_shared(sum(sizes))  # type: ignore[no-untyped-call]
     shared = torch.empty(0, dtype=torch.uint8).set_(storage)
     return torch.cat(samples, out=shared), sizes
 
@@ -168,7 +177,7 @@ def spdl(files: str, batch_size: int) -> Iterator[Peer]:
 
     def epoch(number: int, *, threads: int, unit: str) -> Iterator[Samples]:
         order = random.Random(number).sample(paths, len(paths))
-        builder = PipelineBuilder()
+        builder: PipelineBuilder[Any, Any] = PipelineBuilder()
         if unit == "file":
             builder.add_source(order)
             builder.pipe(read_file, concurrency=threads, output_order="input")
@@ -211,13 +220,11 @@ def ray_data(files: str, batch_size: int) -> Iterator[Peer]:
 
 
 @contextlib.contextmanager
-def rayloader(source: str, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Peer]:
-    """``RankDataset`` over a directory or a saved catalog."""
+def rayloader(source: str, batch_size: int) -> Iterator[Peer]:
+    """``RankDataset`` over a directory or a saved catalog; its rank is the launcher's."""
     from rayloader import RankDataset, shutdown
 
-    with RankDataset(
-        source, batch_size=batch_size, rank=rank, world_size=world_size, shuffle=True, seed=7
-    ) as dataset:
+    with RankDataset(source, batch_size=batch_size, shuffle=True, seed=7) as dataset:
 
         def epoch(number: int, *, concurrency: int = 64) -> Iterator[Samples]:
             if dataset.concurrency != concurrency:
@@ -246,7 +253,12 @@ RECEIPT = (
 )
 """What is kept of rayloader's receipt."""
 
-PEERS = {"torch": torch_loader, "spdl": spdl, "ray-data": ray_data, "rayloader": rayloader}
+PEERS: dict[str, Callable[..., contextlib.AbstractContextManager[Peer]]] = {
+    "torch": torch_loader,
+    "spdl": spdl,
+    "ray-data": ray_data,
+    "rayloader": rayloader,
+}
 
 
 @dataclasses.dataclass

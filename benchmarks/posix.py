@@ -11,11 +11,13 @@ import json
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks import environment, files, picture, report
+from benchmarks.contender import ContenderFailed, Processes
 from benchmarks.lineup import Setting
 from benchmarks.measures import MEASURES
 from benchmarks.outcome import Outcome
@@ -33,12 +35,9 @@ def main() -> None:
     data = Path(words.data).resolve()
     data.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    setting = _setting(words, data)
-    outcomes = {}
-    for name in words.only or MEASURES:
-        with console.status(f"measuring {name}"):
-            outcomes[name] = MEASURES[name](setting)
-        report.show(console, outcomes[name])
+    with Processes() as processes:
+        setting = _setting(words, data, processes)
+        outcomes = _measured(setting, words.only or MEASURES, console)
     report.show_targets(console, [row for out in outcomes.values() for row in out.rows])
     record = _record(setting, outcomes, time.monotonic() - began)
     partial = words.quick or words.only
@@ -63,12 +62,27 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _setting(words: argparse.Namespace, data: Path) -> Setting:
+def _measured(setting: Setting, names: Iterable[str], console: Console) -> dict[str, Outcome]:
+    """Run the measures, one after the other; one that fails is said and left out."""
+    outcomes = {}
+    for name in names:
+        try:
+            with console.status(f"measuring {name}"):
+                outcomes[name] = MEASURES[name](setting)
+        except ContenderFailed as failure:
+            console.print(f"{name} failed: {failure}", style="red", markup=False)
+        else:
+            report.show(console, outcomes[name])
+    return outcomes
+
+
+def _setting(words: argparse.Namespace, data: Path, processes: Processes) -> Setting:
     return Setting(
         data=data,
         large=files.prepare(data, *LARGE, fresh=words.fresh),
         small=files.prepare(data, *SMALL, fresh=words.fresh),
         c_reader=_compiled(data),
+        processes=processes,
         rounds=words.rounds or (3 if words.quick else 7),
         seconds=words.seconds or (0.25 if words.quick else 0.5),
         seed=words.seed,

@@ -26,7 +26,7 @@ def run(setting: Setting) -> Outcome:
         lineup.rayloader(files, concurrency=64),
     ]
     ways: set[str] = set()
-    with Stage(contenders, files) as stage:
+    with Stage(setting.processes, contenders, files) as stage:
         result = race(stage, setting, epochs=1, before=lambda: ways.add(make_cold(paths)))
     ours, c64 = contenders[-1].name, contenders[1].name
     rows = []

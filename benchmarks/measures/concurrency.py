@@ -28,7 +28,7 @@ def run(setting: Setting) -> Outcome:
         dataclasses.replace(lineup.rayloader(files, concurrency=level), family="rayloader, fewer")
         for level in FEWER
     ]
-    with Stage([*fewer, most], files) as stage:
+    with Stage(setting.processes, [*fewer, most], files) as stage:
         result = race(stage, setting)
     peers = [("the best smaller one", "rayloader, fewer", 0.95)]
     rows = compared("concurrency 64", result, most.name, peers)

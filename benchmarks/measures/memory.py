@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 
 from benchmarks import lineup
-from benchmarks.contender import Contender, Epoch, Stage
+from benchmarks.contender import Epoch, Stage
 from benchmarks.files import FileSet, million
 from benchmarks.lineup import Setting
 from benchmarks.outcome import Outcome, Row
@@ -30,8 +30,8 @@ MEGABYTE = 1e6
 def run(setting: Setting) -> Outcome:
     """Measure."""
     many = million(setting.data, setting.small)
-    small, small_absent = _measured(setting.large, setting.large.root)
-    large, large_absent = _measured(many, many.root)
+    small, small_absent = _measured(setting, setting.large)
+    large, large_absent = _measured(setting, many)
     values = {"reader, 2,000 names": small.private, "reader, 1 M names": large.private}
     result = Race("MB", values, dict.fromkeys(values, "rayloader"))
     rows, notes = [], []
@@ -61,26 +61,25 @@ class Memory:
     resident_catalog: float
 
 
-def _measured(files: FileSet, source: Path) -> tuple[Memory, dict[str, str]]:
-    ours = lineup.rayloader(files, source=source, ranks=2)
-    with Stage([ours], files, warm_epochs=1) as stage:
+def _measured(setting: Setting, files: FileSet) -> tuple[Memory, dict[str, str]]:
+    ours = dataclasses.replace(lineup.rayloader(files, ranks=2), lasting=False)
+    with Stage(setting.processes, [ours], files, verify=False, warm_epochs=0) as stage:
         if stage.absent:
             return Memory([], 0.0), stage.absent
         epoch = stage.turn(ours, 1)[0]
-        return _memory(stage, ours, epoch, source), {}
+        return _memory(stage.pids(ours), epoch, str(files.root)), {}
 
 
-def _memory(stage: Stage, ours: Contender, epoch: Epoch, source: Path) -> Memory:
+def _memory(trainers: list[int], epoch: Epoch, source: str) -> Memory:
     readers = [int(facts["reader_pid"]) for facts in epoch.facts]
     private = [
         sum(m.private for m in mappings(pid) if "rayloader-arena" not in m.name) for pid in readers
     ]
-    names = (str(source), "memfd:rayloader-catalog")
     resident = sum(
         m.pss
-        for pid in [*readers, *stage.pids(ours)]
+        for pid in [*readers, *trainers]
         for m in mappings(pid)
-        if any(name in m.name for name in names)
+        if source in m.name or "rayloader-catalog" in m.name
     )
     return Memory(private, resident)
 

@@ -22,7 +22,7 @@ from benchmarks.rounds import race
 def run(setting: Setting) -> Outcome:
     """Measure."""
     contenders = _contenders(setting)
-    with Stage(contenders, setting.large) as stage:
+    with Stage(setting.processes, contenders, setting.large) as stage:
         result = race(stage, setting)
     rows = compared(
         "one rank",

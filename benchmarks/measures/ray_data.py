@@ -23,7 +23,9 @@ def run(setting: Setting) -> Outcome:
     """Measure."""
     files = setting.large
     few = dataclasses.replace(setting, rounds=1 if setting.quick else 3)
-    with Stage([lineup.rayloader(files), lineup.ray_data(files)], files, warm_epochs=1) as stage:
+    with Stage(
+        setting.processes, [lineup.rayloader(files), lineup.ray_data(files)], files, warm_epochs=1
+    ) as stage:
         result = race(stage, few)
     rows = compared("one rank", result, "rayloader", [("Ray Data", "Ray Data", 40.0)])
     return Outcome("One rank beside Ray Data", result, rows, absent=stage.absent)

@@ -30,7 +30,7 @@ def run(setting: Setting) -> Outcome:
     if not setting.quick:
         contenders += [lineup.torch_workers(files, workers, "stack") for workers in (1, 2, 4)]
         contenders.append(lineup.torch_workers(files, 2, "list"))
-    with Stage(contenders, files) as stage:
+    with Stage(setting.processes, contenders, files) as stage:
         result = race(stage, setting, unit="1000 files/s", value=thousand_files_per_second)
     rows = compared(
         "10 KB files",

@@ -28,7 +28,7 @@ def run(setting: Setting) -> Outcome:
         *(lineup.torch_workers(files, workers, "stack") for workers in (1, 2, 4)),
     ]
     contenders = [_summing(contender, threads) for contender in plain for threads in (1, 2)]
-    with Stage(contenders, files) as stage:
+    with Stage(setting.processes, contenders, files) as stage:
         result = race(stage, setting)
     rows = compared(
         "each byte summed",

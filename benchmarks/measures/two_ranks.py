@@ -23,7 +23,7 @@ def run(setting: Setting) -> Outcome:
     files = setting.large
     ours = lineup.rayloader(files, ranks=2)
     contenders = [*lineup.c_readers(setting, files), ours]
-    with Stage(contenders, files) as stage:
+    with Stage(setting.processes, contenders, files) as stage:
         result = race(stage, setting)
     rows = compared("two ranks", result, ours.name, [("the C peer", "c", 0.85)])
     return Outcome("Two ranks, 322 KB files, hot", result, rows, absent=stage.absent)
