@@ -8,6 +8,7 @@ tried again is decided here and nowhere else.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from rayloader.errors import StorageError
+
+
+DROP = -1
+"""A place: read the object and drop its bytes."""
+SKIP = -2
+"""A place: do not read the object."""
+LATENCY_BUCKETS = 128
+_QUARTERS = (2**0.25, 2**0.5, 2**0.75)
 
 
 class Keys(NamedTuple):
@@ -72,8 +81,9 @@ class Progress:
 
     Attributes:
         group: the number the group was submitted under.
-        sizes: int64 [n], bytes of each object [bytes]; -1 where ``failures`` says why.
-        failures: index in the group → its error. Empty when all went well.
+        sizes: int64 [n], bytes of each object [bytes]; -1 where ``failures`` says why, and after
+            ``fetch`` where it was not to be read. Not to be written to.
+        failures: index in the group → its error in this step. Empty when all went well.
     """
 
     group: int
@@ -105,10 +115,20 @@ class Counters:
     retries: int = 0
     read_seconds: float = 0.0
     peak_in_flight: int = 0
-    latency: tuple[int, ...] = (0,) * 128
+    latency: tuple[int, ...] = (0,) * LATENCY_BUCKETS
     direct_bytes: int = 0
     direct_fallback_files: int = 0
     cache_dropped_files: int = 0
+
+
+def latency_bucket(seconds: float) -> int:
+    """Where ``Counters.latency`` counts a read: ``floor(4 · log2(µs))``, within the table."""
+    micros = seconds * 1e6
+    if micros < 1:
+        return 0
+    mantissa, exponent = math.frexp(micros)  # 0.5 ≤ mantissa < 1
+    within = sum(2 * mantissa >= step for step in _QUARTERS)
+    return min(4 * (exponent - 1) + within, LATENCY_BUCKETS - 1)
 
 
 class BulkReader(Protocol):
@@ -120,19 +140,32 @@ class BulkReader(Protocol):
 
     A group is a few dozen to a few thousand objects, numbered by the caller. Each group goes
     through ``measure`` → Progress → ``fetch`` → Progress, or is forgotten with ``discard`` at any
-    moment, after which its number is never reported again and its memory is no longer written
-    once ``discard`` has been followed by a True from ``settled``.
+    moment, after which its number is free again and nothing of it is reported any more. Its
+    memory is no longer written once ``discard`` has been followed by a True from ``settled``.
+
+    An object that changes while it is read: bytes of one version only. One that has grown gives
+    the bytes up to its measured size, one that has shrunk is ``Truncated``, and one that was
+    replaced gives its old bytes where the storage still has them, else an error.
+
+    Calls that the protocol does not allow (an unknown group, a place without room, a closed
+    storage, a forked child) raise UsageError and change nothing.
     """
 
     engine: str
     """Named on the receipt: ``native``, ``python``, ``memory``, ``s3dlio`` …"""
 
     def fileno(self) -> int:
-        """A descriptor that is readable (poll) while ``collect`` has something to give."""
+        """A descriptor to poll: readable while ``collect`` has something to give.
+
+        Also when ``settled`` turns true; ``collect`` may then give nothing.
+        """
         ...
 
     def attach(self, memory: memoryview) -> None:
-        """The writable memory that ``fetch`` places bytes into. Once, before the first fetch."""
+        """The writable memory that ``fetch`` places bytes into. Once, before the first fetch.
+
+        It is exported until ``close``, and for ever when a read is stuck in the operating system.
+        """
         ...
 
     def measure(self, group: int, root: bytes, keys: Keys) -> None:
@@ -149,7 +182,7 @@ class BulkReader(Protocol):
             group: one that ``collect`` reported as measured.
             places: int64 [n], where in the attached memory object i begins [bytes]; its room is its
                 measured size, rounded up to 4096 when ``direct`` (and the place is a multiple
-                of 4096 then). -1: read it all and drop the bytes. -2: do not read it
+                of 4096 then). ``DROP``: read it all and drop the bytes. ``SKIP``: do not read it
                 (it failed to measure, or is not wanted).
         """
         ...
@@ -159,7 +192,7 @@ class BulkReader(Protocol):
         ...
 
     def settled(self) -> bool:
-        """True when no operation of a discarded group is still running."""
+        """True when no read of a discarded group is still running: its memory is free."""
         ...
 
     def collect(self) -> list[Progress]:
@@ -201,6 +234,10 @@ def open_storage(spec: StorageSpec) -> BulkReader:
         from rayloader.storage.posix import open_posix
 
         return open_posix(spec)
+    if spec.scheme == "memory":
+        from rayloader.storage.memory import open_memory
+
+        return open_memory(spec)
     from rayloader.errors import OptionError
 
-    raise OptionError(f"no storage serves the scheme {spec.scheme!r}; known: file")
+    raise OptionError(f"no storage serves the scheme {spec.scheme!r}; known: file, memory")

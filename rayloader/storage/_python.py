@@ -1,11 +1,10 @@
 """The POSIX engine in Python threads, for machines without the C extension.
 
-``Engine`` here is ``_native.Engine``: the same calls and results (``posix.Engine`` describes both),
-and in outline the same mechanism, which _engine.c explains: operations in a queue, an ``active``
-limit on the workers awake, which begins at the number of CPUs, a sentry that doubles it when too few
-workers run because they are blocked. It differs where the GIL asks for it: operations are taken one
-by one, and waiting for the GIL is not being blocked, so the sentry asks *where* a thread sleeps, and
-it also does the halving.
+``Engine`` is the same as ``_native.Engine`` (``posix.Engine`` describes both), and works in outline
+as _engine.c explains: operations in a queue, an ``active`` limit on the workers awake, which begins
+at the number of CPUs, a sentry that doubles it when too few workers run because they are blocked.
+It differs where the GIL asks for it: operations are taken one by one; waiting for the GIL is not
+being blocked: the sentry asks where a thread sleeps, and it also does the halving.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import dataclasses
 import enum
 import errno
 import fcntl
-import math
 import mmap
 import os
 import random
@@ -27,15 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rayloader.config import PAGE
 from rayloader.errors import UsageError
+from rayloader.storage import DROP, LATENCY_BUCKETS, SKIP, latency_bucket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy.typing as npt
 
-PAGE = 4096
-BUCKETS = 128
 TICK = 1e-3
 LONGEST_TICK = 16e-3
 """The sentry looks after ``TICK``, then at doubling intervals while nothing is amiss [s]."""
@@ -50,9 +48,7 @@ UNKNOWN = 2e-3
 STALE_RETRIES = 2
 FD_PATIENCE = 5.0
 """How long an open waits for a free descriptor [s]."""
-DROP, SKIP = -1, -2
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-_STEPS = (2**0.25, 2**0.5, 2**0.75)
 
 
 class FileCode(enum.IntEnum):
@@ -203,21 +199,10 @@ class _Tally:
     bytes: int = 0
     retries: int = 0
     read_seconds: float = 0.0
-    latency: list[int] = dataclasses.field(default_factory=lambda: [0] * BUCKETS)
+    latency: list[int] = dataclasses.field(default_factory=lambda: [0] * LATENCY_BUCKETS)
     direct_bytes: int = 0
     fallback_files: int = 0
     dropped_files: int = 0
-
-
-def latency_bucket(seconds: float) -> int:
-    """``floor(4 · log2(µs))`` within the table, exactly."""
-    micros = seconds * 1e6
-    if micros < 1:
-        return 0
-    mantissa, exponent = math.frexp(micros)
-    mantissa *= 2
-    within = sum(mantissa >= step for step in _STEPS)
-    return min(4 * (exponent - 1) + within, BUCKETS - 1)
 
 
 def _round_up(size: int) -> int:

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rayloader import errors
+from rayloader.config import PAGE
 from rayloader.storage import Counters, Keys, Progress, StorageSpec
 from rayloader.storage._python import FileCode
 
-PAGE = 4096
 FD_RESERVE = 64
 """Descriptors left to the rest of the process [files]."""
 CLOSE_GRACE = 0.2
