@@ -1,0 +1,63 @@
+# The commands that README and .ci/run call. Everything is installed into .venv, nothing outside.
+#
+#   make demo     read 1,000 files on two ranks, with torch's DataLoader beside it
+#   make test     every test
+#   make check    style, types
+#   make bench    the figures of the README; takes about an hour of an idle machine
+#   make docs     write what the README and docs/ take from the code: options, help
+#   make clean    remove what was built here; .venv and data/ stay
+
+SHELL := bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+NATIVE := setup.py $(wildcard rayloader/storage/*.c rayloader/storage/*.h)
+DEMO_FILES ?= 1000
+DEMO_SIZE ?= 322624
+
+.PHONY: demo test check bench docs clean
+
+demo: $(VENV)/.installed
+	$(BIN)/rayloader generate data/demo --files $(DEMO_FILES) --size $(DEMO_SIZE)
+	$(BIN)/rayloader read data/demo --ranks 2 --epochs 3 --batch-size 24 --compare torch
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/docs/test_layers.py
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.posix
+
+docs: $(VENV)/.installed-test
+	$(BIN)/python -m tests.docs.test_generated
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f rayloader/storage/_native*.so
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "rayloader needs Python 3.11 or newer, and $(PYTHON) is older:" \
+		       "make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Editable, so that a change of a Python file needs no make; one of the C sources does.
+$(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
+	@echo "Installing into $(VENV), mostly ray and torch: this takes a few minutes."
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
+	@echo "Installing into $(VENV), mostly ray and torch: this takes a few minutes."
+	$(PIP) --editable '.[test,check]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-bench: $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
+	$(PIP) --editable '.[bench]'
+	@touch $@

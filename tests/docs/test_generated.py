@@ -1,0 +1,136 @@
+"""What the documentation takes from the code is what the code says.
+
+``python -m tests.docs.test_generated`` (``make docs``) writes it anew.
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from rayloader import cli, errors
+from rayloader.config import Options
+from rayloader.receipt import Receipt
+
+ROOT = Path(__file__).resolve().parents[2]
+README, CLI = ROOT / "README.md", ROOT / "docs" / "cli.md"
+WIDTH = 92
+
+
+def fields(kind):
+    """(name, type as written, default as written, docstring) of every field of a dataclass."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign):
+            documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            text = " ".join(after.value.value.split()) if documented else ""
+            yield node.target.id, ast.unparse(node.annotation), ast.unparse(node.value), text
+
+
+def plain(text):
+    """A docstring's markup as Markdown's, safe in a table."""
+    text = re.sub(r"``(.*?)``", r"`\1`", text)
+    return text.replace("|", "\\|")
+
+
+def type_in_words(text):
+    return plain(
+        re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " or "), text)
+    ).replace("'", "`")
+
+
+def options_table():
+    lines = ["| option | type | default | |", "|---|---|---|---|"]
+    for name, kind, default, text in fields(Options):
+        default = default.replace(" * MIB", " << 20")
+        kind = type_in_words(kind).replace(" \\| ", " or ")
+        lines.append(f"| `{name}` | {kind} | `{default}` | {plain(text)} |")
+    return "\n".join(lines)
+
+
+def receipt_table():
+    lines = ["| field | |", "|---|---|"]
+    lines += [f"| `{name}` | {plain(text)} |" for name, _, _, text in fields(Receipt)]
+    return "\n".join(lines)
+
+
+def help_of(*names):
+    """What ``rayloader NAMES --help`` prints in a terminal of ``WIDTH`` columns."""
+    ran = CliRunner().invoke(
+        cli.cli, [*names, "--help"], prog_name="rayloader", terminal_width=WIDTH
+    )
+    return "\n".join(line.rstrip() for line in ran.output.splitlines())
+
+
+def console(*names):
+    line = " ".join(["rayloader", *names, "--help"])
+    return f"```console\n$ {line}\n{help_of(*names)}\n```"
+
+
+def all_help():
+    return "\n\n".join(
+        f"## {' '.join(['rayloader', *names])}\n\n{console(*names)}"
+        for names in [(), *((name,) for name in cli.cli.commands)]
+    )
+
+
+PARTS = {
+    "commands": (README, console),
+    "options": (README, options_table),
+    "receipt": (README, receipt_table),
+    "help": (CLI, all_help),
+}
+
+
+def split(part):
+    """A file's text before, in and after a part."""
+    text = PARTS[part][0].read_text()
+    before, rest = text.split(f"<!-- {part} -->\n")
+    found, after = rest.split(f"<!-- /{part} -->")
+    return f"{before}<!-- {part} -->\n", found, f"<!-- /{part} -->{after}"
+
+
+def write():
+    """Write every part anew: ``make docs``."""
+    for part, (file, make) in PARTS.items():
+        before, _, after = split(part)
+        file.write_text(f"{before}\n{make()}\n\n{after}")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_comes_from_the_code_is_as_the_code_has_it(part):
+    _, found, _ = split(part)
+    assert found.strip() == PARTS[part][1]().strip(), "run 'make docs'"
+
+
+def test_every_option_and_every_field_of_the_receipt_says_what_it_is():
+    assert [name for name, *_, text in [*fields(Options), *fields(Receipt)] if not text] == []
+
+
+def test_the_tables_leave_nothing_out():
+    assert [name for name, *_ in fields(Options)] == [it.name for it in dataclasses.fields(Options)]
+    assert [name for name, *_ in fields(Receipt)] == [it.name for it in dataclasses.fields(Receipt)]
+
+
+def test_every_error_is_in_the_table_with_its_cure():
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) ?\|$", README.read_text(), flags=re.M)
+    cures = {name: cure for name, _, cure in rows if name in errors.__all__}
+    assert list(cures) == errors.__all__
+    assert [name for name, cure in cures.items() if not cure] == ["RayloaderError"]
+
+
+def test_help_gives_units_and_fits():
+    for names in [(), *((name,) for name in cli.cli.commands)]:
+        assert max(map(len, help_of(*names).splitlines())) <= WIDTH
+    for name in ("start-timeout", "stall-seconds", "read-timeout", "compute-seconds"):
+        described = re.search(rf"--{name}.*?(?=\n  --|\n\n)", help_of("read"), flags=re.S)
+        assert "[s]" in described[0], name
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,60 @@
+"""Imports run downward: a room imports rooms before it in this list, and none after it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "rayloader"
+ROOMS = [
+    "errors", "config", "launch", "storage", "catalog", "plan", "arena", "receipt", "reader",
+    "channel", "actor", "node", "guardian", "cluster", "remote", "loader", "dataset", "experiment",
+    "cli",
+]  # fmt: skip
+FOREIGN = {
+    "ray": {"channel", "cluster", "remote", "dataset"},
+    "torch": {"dataset", "experiment"},
+    "click": {"cli"},
+    "rich": {"experiment", "cli"},
+}
+MODULES = [path for path in PACKAGE.rglob("*.py*") if path.suffix in (".py", ".pyi")]
+
+
+def room(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py").removesuffix(".pyi")
+
+
+def imported(path):
+    """Every module that a file imports anywhere, dotted."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_the_list_has_every_room():
+    assert {room(path) for path in MODULES} - {"__init__"} == set(ROOMS)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_downward(path):
+    mine = room(path)
+    allowed = {*ROOMS[: ROOMS.index(mine) + 1], "__version__"} if mine in ROOMS else {*ROOMS}
+    for name in imported(path):
+        top, _, rest = name.partition(".")
+        if top == "rayloader" and rest:
+            assert rest.split(".")[0] in allowed, f"{mine} imports {name}"
+        assert mine in FOREIGN.get(top, {mine}), f"{mine} imports {name}"
+
+
+def test_the_package_is_imported_without_ray_torch_numpy_and_pyarrow():
+    code = (
+        "import sys, rayloader\n"
+        "print(sorted({'ray', 'torch', 'numpy', 'pyarrow'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
