@@ -96,13 +96,15 @@ def torch_in_process_tuned(files: FileSet, collate: str) -> Contender:
     )
 
 
-def torch_workers(files: FileSet, workers: int, collate: str, **order: Any) -> Contender:
+def torch_workers(
+    files: FileSet, workers: int, collate: str, start_method: str = "fork"
+) -> Contender:
     """``DataLoader`` with persistent workers."""
-    how = ", spawned" if order.get("start_method") == "spawn" else ""
+    how = ", spawned" if start_method == "spawn" else ""
     return Contender(
         f"torch, {_many(workers, 'worker')}, {collate}{how}",
         _torch(files),
-        {"workers": workers, "collate": collate, **order},
+        {"workers": workers, "collate": collate, "start_method": start_method},
         "torch workers",
     )
 

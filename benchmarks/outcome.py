@@ -15,7 +15,8 @@ class Row:
     """One measured ratio (or time, or size) and its target.
 
     Attributes:
-        measure: what is compared with what.
+        measure: what is measured.
+        against: what it is compared with; empty where it stands for itself.
         values: one per round.
         target: what the median must reach.
         unit: ``x``, ``ms``, ``MB``.
@@ -23,6 +24,7 @@ class Row:
     """
 
     measure: str
+    against: str
     values: Sequence[float]
     target: float
     unit: str = "x"
@@ -42,6 +44,7 @@ class Row:
         """For JSON."""
         return {
             "measure": self.measure,
+            "against": self.against,
             "values": list(self.values),
             "median": self.median,
             "target": self.target,
@@ -109,6 +112,6 @@ def compared(
     for called, family, target in peers:
         best = race.best(family)
         if best is not None and ours in race.values:
-            which = "" if best in called else f" ({best})"
-            rows.append(Row(f"{measure} ÷ {called}{which}", race.ratios(ours, best), target))
+            against = called if best == called else f"{called}: {best}"
+            rows.append(Row(measure, against, race.ratios(ours, best), target))
     return rows

@@ -177,7 +177,7 @@ def spdl(files: str, batch_size: int) -> Iterator[Peer]:
 
     def epoch(number: int, *, threads: int, unit: str) -> Iterator[Samples]:
         order = random.Random(number).sample(paths, len(paths))
-        builder: PipelineBuilder[Any, Any] = PipelineBuilder()
+        builder: Any = PipelineBuilder()
         if unit == "file":
             builder.add_source(order)
             builder.pipe(read_file, concurrency=threads, output_order="input")

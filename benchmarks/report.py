@@ -37,6 +37,7 @@ def show_targets(console: Console, rows: Sequence[Row]) -> None:
     """All measures against their targets."""
     table = Table(title="Measured against its target", title_justify="left", title_style="bold")
     table.add_column("measure")
+    table.add_column("against")
     table.add_column("median", justify="right")
     table.add_column("min to max", justify="right", style="dim")
     table.add_column("target", justify="right")
@@ -44,6 +45,7 @@ def show_targets(console: Console, rows: Sequence[Row]) -> None:
     for row in rows:
         table.add_row(
             row.measure,
+            row.against,
             f"{figure(row.median)} {row.unit}",
             f"{figure(min(row.values))} to {figure(max(row.values))}",
             f"{'≥' if row.at_least else '≤'} {row.target:g} {row.unit}",

@@ -31,6 +31,6 @@ def run(setting: Setting) -> Outcome:
     ours, c64 = contenders[-1].name, contenders[1].name
     rows = []
     if ours in result.values:
-        rows.append(Row(f"cold, 64 in flight ÷ {c64}", result.ratios(ours, c64), 0.9))
+        rows.append(Row("cold, 64 in flight", c64, result.ratios(ours, c64), 0.9))
     notes = [f"made cold with {', '.join(ways)}; a sample checked with mincore before every epoch"]
     return Outcome("Cold: caches dropped before each epoch", result, rows, notes, stage.absent)

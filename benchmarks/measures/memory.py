@@ -40,8 +40,15 @@ def run(setting: Setting) -> Outcome:
         grown = max(0.0, sum(large.private) - sum(small.private))
         copies = (large.resident_catalog + grown) / size
         rows = [
-            Row("reader's USS less the arena, 1 M names", large.private, 150, "MB", at_least=False),
-            Row("copies of the catalog per node", [copies], 1.25, at_least=False),
+            Row(
+                "reader's USS less the arena, 1 M names",
+                "",
+                large.private,
+                150,
+                "MB",
+                at_least=False,
+            ),
+            Row("copies of the catalog per node", "", [copies], 1.25, at_least=False),
         ]
         notes = [f"two ranks; the saved catalog of 1 M names has {size:.0f} MB"]
     absent = {**small_absent, **large_absent}

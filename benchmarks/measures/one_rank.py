@@ -29,13 +29,13 @@ def run(setting: Setting) -> Outcome:
         result,
         "rayloader",
         [
-            ("the C peer", "c", 0.75),
-            ("torch, best of 1, 2, 4 persistent workers", "torch workers", 5.0),
+            ("C", "c", 0.75),
+            ("torch, best of 1, 2, 4 workers", "torch workers", 5.0),
             ("torch in-process", "torch in-process", 1.5),
-            ("torch in-process, malloc tuned", "torch in-process, malloc tuned", 1.5),
-            ("__getitems__ with 64 threads, best worker count", "torch __getitems__", 4.0),
-            ("SPDL, a task per file", "SPDL per file", 4.0),
-            ("SPDL, a task per batch", "SPDL per batch", 4.0),
+            ("torch in-process", "torch in-process, malloc tuned", 1.5),
+            ("torch __getitems__", "torch __getitems__", 4.0),
+            ("SPDL", "SPDL per file", 4.0),
+            ("SPDL", "SPDL per batch", 4.0),
         ],
     )
     return Outcome("One rank, 322 KB files, hot", result, rows, absent=stage.absent)

@@ -37,9 +37,9 @@ def run(setting: Setting) -> Outcome:
         result,
         "rayloader",
         [
-            ("the C peer", "c", 0.5),
+            ("C", "c", 0.5),
             ("torch in-process", "torch in-process", 3.0),
-            ("torch, best with workers", "torch workers", 7.0),
+            ("torch, best of 1, 2, 4 workers", "torch workers", 7.0),
         ],
     )
     return Outcome("20,000 files of 10 KB, hot", result, rows, absent=stage.absent)
