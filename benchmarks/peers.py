@@ -72,7 +72,7 @@ def read_file(path: str) -> torch.Tensor:
     fd = os.open(path, os.O_RDONLY)
     try:
         content = np.empty(os.fstat(fd).st_size, np.uint8)
-        room, done = memoryview(content), 0
+        room, done = content.data, 0
         while done < content.size:
             got = os.readv(fd, [room[done:]])
             if not got:

@@ -159,8 +159,8 @@ def _captions(canvas: Figure, record: dict[str, Any]) -> None:
         fontweight="bold",
     )
     canvas.supxlabel(
-        f"Bars: median of {record['rounds']} rounds (of many contenders the best of each kind); whiskers: "
-        f"slowest to fastest round; dashed line: the C reader, best of 1, 2 and 64 threads.   "
+        f"Bars: median of {record['rounds']} rounds (of many contenders the best of each kind); "
+        f"whiskers: slowest to fastest round; dashed line: the C reader's best.   "
         f"{facts['cpu']}, {facts['memory']}, Linux {facts['kernel']}, {facts['file_system']}, "
         f"{facts['date']}",
         x=0.01,
