@@ -113,6 +113,21 @@ def test_the_digest_sees_order_and_borders_and_not_the_root():
     )  # saved positions hold it
 
 
+def test_the_digest_sees_every_border_in_a_long_list():
+    def digest(moved):
+        lengths = np.full(70_000, 2)
+        if moved is not None:
+            lengths[moved : moved + 2] = 1, 3
+        text = b"x" * lengths.sum()
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(text)]
+        keys = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lengths), buffers)
+        return Catalog(b"/", keys).digest
+
+    places = [None, 0, 65_534, 65_535, 65_536, 69_998]
+    assert len({digest(place) for place in places}) == len(places)
+
+
 # Saving, sharing, travelling
 
 
@@ -186,6 +201,22 @@ def test_a_loaded_catalog_is_shared_as_the_file_itself(tmp_path):
     fd = Catalog.load(path).to_fd()
     assert os.path.samestat(os.fstat(fd), path.stat())
     os.close(fd)
+
+
+def test_a_compressed_catalog_is_unpacked_once_for_all_processes(tmp_path):
+    path = tmp_path / "saved.arrow"
+    catalog = Catalog.of_files(["name"] * 1000)
+    catalog.save(path)
+    table = pa.ipc.open_file(path).read_all()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(path, table.schema, options=options) as writer:
+        writer.write_table(table)
+    fd = Catalog.load(path).to_fd()
+    try:
+        assert not os.path.samestat(os.fstat(fd), path.stat())
+        assert_same(Catalog.from_fd(fd), catalog)
+    finally:
+        os.close(fd)
 
 
 def test_a_loaded_catalog_outlives_its_file(tmp_path):
@@ -383,6 +414,7 @@ class Named:
         (["a", b"b", pathlib.Path("c"), Named()], [b"a", b"b", b"c", b"z"]),
         (np.array(["a", "bcd"]), [b"a", b"bcd"]),
         (pa.array(["a", "b", "c"]).slice(1), [b"b", b"c"]),
+        (pa.array(["", "\0", "b", None]).slice(2, 1), [b"b"]),
         (pa.array(["a", "b", "a"]).dictionary_encode(), [b"a", b"b", b"a"]),
         (pa.array([b"\xff"], pa.binary()), [b"\xff"]),
         (pa.chunked_array([["a"], ["b", "c"], []]), [b"a", b"b", b"c"]),
@@ -418,6 +450,9 @@ def test_the_root_of_a_list_may_be_given(tmp_path, monkeypatch):
         (["a", "b", ""], CatalogError, "name 2 of the list is empty"),
         (["a", "ok", "x\0y"], CatalogError, r"x\\x00y: a file name cannot hold a NUL"),
         ([b"\0"], CatalogError, r"\\x00: a file name"),
+        (["ab", "\0x", "c"], CatalogError, r"^\\x00x: a file name"),
+        (pa.array(["long", "a", "b\0"]).slice(1), CatalogError, r"^b\\x00: a file name"),
+        (pa.array(["long", "a", ""]).slice(1), CatalogError, "name 1 of the list is empty"),
         (pa.array(["a", None, None]), CatalogError, "2 names are null"),
         (pa.array([1, 2]), CatalogError, "names of type int64"),
     ],

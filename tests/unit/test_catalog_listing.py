@@ -8,6 +8,7 @@ import threading
 import time
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -378,6 +379,16 @@ def test_known_sizes_are_not_looked_up_again(tmp_path):
     assert Catalog.from_source(catalog, stat=True).sizes.tolist() == [77]
 
 
+def test_looking_up_sizes_keeps_everything_else(tmp_path):
+    make(tmp_path, b"a")
+    names = Catalog.of_files(["a"]).keys
+    catalog = Catalog(os.fsencode(tmp_path), names, None, pa.array([5]), {b"maker": b"me"})
+    sized = Catalog.from_source(catalog, stat=True)
+    assert sized.sizes.tolist() == [1]
+    assert (sized.root, sized.digest) == (catalog.root, catalog.digest)
+    assert (sized.checksums.to_pylist(), sized.extra) == ([5], {b"maker": b"me"})
+
+
 def test_every_one_of_many_sizes_lands_at_its_key(tmp_path):
     count = 7001
     for index in range(count):
@@ -389,7 +400,8 @@ def test_every_one_of_many_sizes_lands_at_its_key(tmp_path):
 def test_sizes_are_looked_up_sixty_four_at_a_time(tmp_path, monkeypatch):
     make(tmp_path, *(b"%04d" % index for index in range(512)))
     catalog = Catalog.from_source(tmp_path)
-    look_up, lock, all_inside = os.stat, threading.Lock(), threading.Barrier(64)
+    look_up, lock = os.stat, threading.Lock()
+    all_inside = threading.Barrier(64, action=lambda: time.sleep(0.05))  # would one more come in?
     calls, inside, most = itertools.count(), 0, 0
 
     def together(*arguments, **options):
