@@ -368,7 +368,7 @@ def _join_address(address: str, choice: str, deadline: float) -> Connection:
         with contextlib.ExitStack() as stack:
             for way in ways:
                 stack.enter_context(way)
-            _within(lambda: _check_gcs(canonical), min(deadline, _soon()), _mute(address))
+            _within(lambda: _check_gcs(canonical), min(deadline, _soon()), _mute(address), int)
             node_id = _init(canonical, deadline)
     except BaseException:
         _reload_token()
@@ -457,27 +457,46 @@ def _init(address: str, deadline: float) -> str:
         return str(ray.get_runtime_context().get_node_id())
 
     with _undisturbed():
-        node_id = _within(join, deadline, _mute(address))
+        node_id = _within(join, deadline, _mute(address), _ray_shutdown)
     _at_exit()
     return node_id
 
 
-def _within(act: Callable[[], _T], deadline: float, late: ClusterError) -> _T:
-    """The result of ``act``, run in a thread of its own that is abandoned at the deadline."""
+def _within(
+    act: Callable[[], _T], deadline: float, late: ClusterError, undo: Callable[[], object]
+) -> _T:
+    """The result of ``act``, run in a thread that is abandoned at the deadline or by Ctrl-C.
+
+    An abandoned ``act`` that succeeds after all is undone. Until then nothing else can be joined.
+    """
     result: list[_T] = []
     failure: list[BaseException] = []
+    turn = threading.Lock()
+    abandoned = False
 
     def run() -> None:
         try:
-            result.append(act())
+            made = act()
         except BaseException as error:
             failure.append(error)
+        with turn:
+            if not failure:
+                result.append(made)
+            if abandoned:
+                if result:
+                    undo()
+                _state.stuck = None
 
     thread = threading.Thread(target=run, name="rayloader-join", daemon=True)
     thread.start()
-    thread.join(max(deadline - time.monotonic(), 0.0))
-    if thread.is_alive():
-        _state.stuck = f"{late} (an earlier attempt to join it still hangs in this process)"
+    try:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    finally:
+        with turn:
+            abandoned = not result and not failure
+            if abandoned:
+                _state.stuck = f"{late} (an earlier attempt to join it still hangs in this process)"
+    if abandoned:
         raise late
     if failure:
         raise failure[0]
@@ -494,10 +513,15 @@ def _soon() -> float:
 
 def _leave() -> None:
     """``ray.shutdown``, which may hang when Ray is half dead."""
+    late = ClusterError("Ray does not let go of this process")
+    with contextlib.suppress(RayloaderError), _undisturbed():
+        _within(_ray_shutdown, time.monotonic() + LEAVE_SECONDS, late, int)
+
+
+def _ray_shutdown() -> None:
     import ray
 
-    with contextlib.suppress(RayloaderError), _undisturbed():
-        _within(ray.shutdown, time.monotonic() + LEAVE_SECONDS, ClusterError("Ray does not end"))
+    ray.shutdown()
 
 
 # Leaving the process as it was
@@ -644,7 +668,10 @@ def _at_exit() -> None:
 
 
 def _in_child() -> None:
+    """A forked child cannot use its parent's Ray, and must not end it at its own exit."""
     forked = _state.forked or _state.connection is not None
+    if forked and "ray" in sys.modules:
+        atexit.unregister(sys.modules["ray"].shutdown)
     _state.__init__()  # type: ignore[misc]  # the lock may have been held
     _state.forked = forked
 

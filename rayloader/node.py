@@ -103,7 +103,7 @@ class Guardian:
         Raises:
             ClusterError: it could not be started, has died, or the guardian is gone.
         """
-        with self._call({"do": "ray"}, timeout, "the private Ray") as (_, reply, _fds):
+        with self._call({"do": "ray"}, timeout, "the private Ray to start") as (_, reply, _fds):
             return RayAddress(reply["address"], reply["token"], reply["node_id"])
 
     def shared(self, name: str, make: Callable[[], int], timeout: float) -> int:
@@ -212,7 +212,7 @@ class Guardian:
                 yield call, *_answer(reply, fds)
         except TimeoutError as error:
             by = f" (process {maker} is making it)" if maker else ""
-            raise ClusterError(f"waited {timeout:g} s in vain for {what}{by}") from error
+            raise ClusterError(f"waited {timeout:.1f} s in vain for {what}{by}") from error
         except ConnectionError as error:
             if isinstance(error, ClusterError):
                 raise
