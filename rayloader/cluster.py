@@ -61,6 +61,8 @@ PRIVATE_SETTINGS: dict[str, Any] = {
     # An agent that sees the raylet die prints its log on every driver's terminal; the keeper is
     # quicker than an agent that only polls.
     "enable_pipe_based_agent_to_parent_health_check": False,
+    # Ray's own default is 15: a busy node would starve the reader that its trainer waits for.
+    "worker_niceness": 0,
     # Nobody looks at them.
     "enable_metrics_collection": False,
     "enable_timeline": False,
