@@ -14,7 +14,7 @@ from rayloader.channel import Channel, Delivery, ReaderGone, ReaderProcess
 from rayloader.channel.local import LocalChannel, TrainerMemory
 from rayloader.channel.objects import RayChannel
 from rayloader.config import MIB, PAGE, Options
-from rayloader.errors import ChannelError, PlacementFailed, ReaderLost
+from rayloader.errors import ChannelError, ClusterError, PlacementFailed, ReaderLost
 from rayloader.launch import Launch
 from rayloader.reader import Ended, ReaderCounts, Request, Warned
 
@@ -37,6 +37,11 @@ class RemoteReader:
         self._catalog = catalog
         self._owned = _Owned()
         self._begun: Any = None
+        self._warned_of_mask = False
+        self.name = ""
+        """The channel's name, ``local`` or ``ray``."""
+        self.welcome: dict[str, Any] = {"pid": 0, "engine": "", "affinity": []}
+        """What the reader, or the last one, said of itself."""
         weakref.finalize(self, self._owned.close)
 
     def start(self) -> None:
@@ -46,10 +51,6 @@ class RemoteReader:
             ClusterError: Ray cannot be joined, or cannot place the actor here.
             ReaderLost: the actor does not come up within ``start_timeout``.
         """
-        options = self._options
-        self._connection = cluster.connect(
-            options.ray, run_id=self._launch.run_id, start_timeout=options.start_timeout
-        )
         self._owned.memory = TrainerMemory(self._arena_bytes())
         if self._catalog is not None:
             self._owned.catalog_fd = self._catalog.to_fd()
@@ -66,22 +67,12 @@ class RemoteReader:
         self._owned.end_reader()
         try:
             self._attach()
-        except (ReaderLost, ChannelError, OSError) as failure:
+        except (ReaderLost, ChannelError, ClusterError, OSError) as failure:
             raise ReaderGone(str(failure)) from failure
 
     def close(self) -> None:
         """End the reader and give the memory back, as far as nobody holds batches in it."""
         self._owned.close()
-
-    @property
-    def name(self) -> str:
-        """The channel's name, ``local`` or ``ray``."""
-        return self._channel.name
-
-    @property
-    def welcome(self) -> dict[str, Any]:
-        """What the reader said of itself: ``pid``, ``engine``, ``affinity``."""
-        return self._channel.welcome
 
     @property
     def memory_bytes(self) -> int:
@@ -110,12 +101,14 @@ class RemoteReader:
 
     def counts(self) -> ReaderCounts | None:
         """What the reader has counted in the running epoch."""
-        return self._channel.counts()
+        channel = self._owned.channel
+        return channel.counts() if channel is not None else None
 
     def set_concurrency(self, options: Options) -> None:
         """Change the ceiling on reads in flight, here and for readers started later."""
         self._options = options
-        self._channel.set_concurrency(options.concurrency)
+        if self._owned.channel is not None:
+            self._owned.channel.set_concurrency(options.concurrency)
 
     @property
     def _channel(self) -> Channel:
@@ -139,14 +132,17 @@ class RemoteReader:
 
     def _attach(self) -> None:
         """Start an actor on this node and open the channel that reaches it."""
+        options = self._options
+        self._connection = cluster.connect(
+            options.ray, run_id=self._launch.run_id, start_timeout=options.start_timeout
+        )
         import ray
 
-        options = self._options
         self._owned.actor = self._place()
         timeout = options.start_timeout
         try:
             address = ray.get(self._owned.actor.listen.remote(), timeout=timeout)
-            self._owned.channel = self._connect(address)
+            channel = self._owned.channel = self._connect(address)
         except ray.exceptions.GetTimeoutError as late:
             raise ReaderLost(
                 f"the reader did not come up within start_timeout={timeout:g} s"
@@ -160,6 +156,7 @@ class RemoteReader:
             raise ReaderLost(f"the reader died while starting: {_cause(died)}") from died
         except ray.exceptions.RayTaskError as failed:
             raise ReaderLost(f"the reader could not start: {_cause(failed)}") from failed
+        self.name, self.welcome = channel.name, channel.welcome
 
     def _place(self) -> Any:
         import ray
@@ -199,7 +196,8 @@ class RemoteReader:
         mine = sorted(os.sched_getaffinity(0))
         if self._options.cpus == "node":
             return list(range(os.cpu_count() or 1))
-        if len(mine) < 2:
+        if len(mine) < 2 and not self._warned_of_mask:
+            self._warned_of_mask = True
             log.warning(
                 "rank %d may use only CPU %s, and so may its reader: set cpus='node', or start "
                 "the ranks without binding them (mpirun --bind-to none)",

@@ -360,3 +360,17 @@ def test_a_position_outlives_the_loop_that_was_left(directory):
         assert (state["epoch"], state["step"]) == (0, 7)
         dataset.load_state_dict(state)
         assert read(dataset)[1] == expected[14:]
+
+
+def test_a_malformed_word_from_the_trainer_ends_only_that_reader(directory):
+    with opened(directory, batch_size=2, read_ahead_batches=1) as dataset:
+        _, expected = read(dataset)
+        dataset.set_epoch(0)
+        order = []
+        for step, batch in enumerate(dataset):
+            order += map(number_of, batch.keys)
+            if step == 4:
+                channel = dataset._loader._remote._owned.channel
+                channel._connection.send(b"not one of our packets")
+        assert order == expected
+        assert dataset.receipt.restarts == 1
