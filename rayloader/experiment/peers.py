@@ -1,8 +1,9 @@
 """The peer: torch's own DataLoader on the same files, in the same order, on the same ranks.
 
-A map-style data set whose items are whole files as uint8 tensors, batches left as lists (nothing
-is padded or stacked). Three ways to run it: worker processes that are kept, worker processes that
-are made anew each epoch with the epoch's list, and no workers.
+A map-style data set whose items are whole files as uint8 tensors. Nothing is padded: a worker lays
+a batch's samples behind one another in one piece of shared memory, which is about twice as fast as
+a piece per sample; without workers nothing is copied. Three ways to run it: worker processes that
+are kept, worker processes that are made anew each epoch with the epoch's list, and no workers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from rayloader.catalog import Catalog
+from rayloader.errors import Truncated
 from rayloader.experiment.ranks import Moved, Task
 from rayloader.plan import EpochPlan, Shard
 
-Samples = list[torch.Tensor]
+Samples = Sequence[torch.Tensor]
+Collated = tuple[torch.Tensor, list[int]] | Samples
 
 
 @dataclasses.dataclass
@@ -72,7 +75,14 @@ class FileDataset(Dataset[torch.Tensor]):
         with open(self._paths[index], "rb", buffering=0) as file:
             if self._drop_cache:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            return torch.from_numpy(np.fromfile(file, np.uint8))
+            content = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
+            done = 0
+            while done < len(content):
+                got = file.readinto(content.data[done:])
+                if not got:
+                    raise Truncated(self._paths[index], "ended before its measured size")
+                done += got
+        return torch.from_numpy(content)
 
 
 class TorchFeed:
@@ -88,7 +98,7 @@ class TorchFeed:
             for key in catalog.keys
         ]
         self._batches: list[list[int]] = []
-        self._kept_loader: DataLoader[Samples] | None = None
+        self._kept_loader: DataLoader[Collated] | None = None
         self._ended_at: float | None = None
         self._receipt = PeerReceipt(0, task.rank, task.ranks, 0)
 
@@ -129,17 +139,19 @@ class TorchFeed:
         iterator = iter(self._loader())
         called = began
         while True:
-            batch = next(iterator, None)
+            collated = next(iterator, None)
             now = time.perf_counter()
             receipt.stall_seconds += now - called
-            if batch is None:
+            if collated is None:
                 break
+            batch = _samples(collated)
             if receipt.steps == 0:
                 receipt.first_batch_seconds = now - began
                 receipt.gap_seconds = 0.0 if self._ended_at is None else now - self._ended_at
             receipt.steps += 1
             receipt.files += len(batch)
             receipt.bytes += self.nbytes(batch)
+            del collated
             yield batch
             del batch
             called = time.perf_counter()
@@ -159,7 +171,7 @@ class TorchFeed:
         now = self._receipt
         return Moved(now.epoch, now.steps, now.steps_expected, now.files, now.bytes, 0.0)
 
-    def _loader(self) -> DataLoader[Samples]:
+    def _loader(self) -> DataLoader[Collated]:
         if not self._kept:
             # As with a list of files per epoch: the workers are told it when they start.
             mine = [self._paths[entry] for batch in self._batches for entry in batch]
@@ -169,7 +181,7 @@ class TorchFeed:
             self._kept_loader = self._new(_Batches(self), self._paths)
         return self._kept_loader
 
-    def _new(self, batches: Any, paths: list[str]) -> DataLoader[Samples]:
+    def _new(self, batches: Any, paths: list[str]) -> DataLoader[Collated]:
         context = self._task.worker_start if self._workers else None
         # Its type is that of a batch, as collate_fn makes it, which the stubs cannot say.
         return DataLoader(
@@ -178,7 +190,7 @@ class TorchFeed:
             num_workers=self._workers,
             persistent_workers=self._kept and self._workers > 0,
             multiprocessing_context=context,
-            collate_fn=_as_list,
+            collate_fn=_as_flat if self._workers else _as_list,
         )
 
 
@@ -197,3 +209,15 @@ class _Batches:
 
 def _as_list(samples: Samples) -> Samples:
     return samples
+
+
+def _as_flat(samples: Samples) -> tuple[torch.Tensor, list[int]]:
+    """The samples behind one another in shared memory, where torch's default_collate puts them."""
+    sizes = [len(sample) for sample in samples]
+    storage = torch.UntypedStorage._new_shared(sum(sizes))  # type: ignore[no-untyped-call]
+    return torch.cat(list(samples), out=torch.empty(0, dtype=torch.uint8).set_(storage)), sizes
+
+
+def _samples(collated: Collated) -> Samples:
+    """The samples of what a loader yields, as views."""
+    return collated[0].split(collated[1]) if isinstance(collated, tuple) else collated
