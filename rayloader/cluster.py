@@ -21,6 +21,7 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -58,9 +59,6 @@ PRIVATE_SETTINGS: dict[str, Any] = {
     "prestart_worker_first_driver": False,
     "kill_idle_workers_interval_ms": 0,
     "memory_monitor_refresh_ms": 0,
-    # An agent that sees the raylet die prints its log on every driver's terminal; the keeper is
-    # quicker than an agent that only polls.
-    "enable_pipe_based_agent_to_parent_health_check": False,
     # Ray's own default is 15: a busy node would starve the reader that its trainer waits for.
     "worker_niceness": 0,
     # Nobody looks at them.
@@ -82,6 +80,27 @@ PRIVATE_ENVIRONMENT = {
 """Environment of a private Ray's processes, beside its token."""
 
 _DRIVER_ENVIRONMENT = ("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+_PRIVATE_CONSTANTS = {"ENABLE_RAY_CLUSTER": False, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": False}
+_SESSION = "s"
+_PYTHON = [sys.executable, "-I", "-S"]
+_AGENT_PORTS = {
+    "--dashboard_agent_command": (
+        "metrics_agent_port",
+        "metrics_export_port",
+        "dashboard_agent_listen_port",
+    ),
+    "--runtime_env_agent_command": ("runtime_env_agent_port",),
+}
+_AGENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # end with the raylet
+for path in sys.argv[1:]:  # the raylet waits for these, which say on what ports an agent listens
+    with open(path + ".new", "w") as file:
+        file.write("1")
+    os.rename(path + ".new", path)
+while os.getppid() == int(os.environ.get("RAY_RAYLET_PID", os.getppid())):
+    signal.pause()
+"""
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _HTTP2_SETTINGS = 4
 _T = TypeVar("_T")
@@ -334,8 +353,8 @@ def _private(run_id: str | None, deadline: float) -> Connection:
     try:
         where = guard.ray(max(deadline - time.monotonic(), 0.1))
         _import_ray(where)
-        with _token(where.token), _loopback(), _discreet():
-            node_id = _init(where.address, deadline)
+        with _token(where.token), _constants(**_PRIVATE_CONSTANTS), _discreet():
+            node_id = _init(where.address, deadline, private=True)
     except BaseException:
         _reload_token()
         _forget_guardian()
@@ -363,7 +382,7 @@ def _join_address(address: str, choice: str, deadline: float) -> Connection:
             probe(canonical)
         except ClusterUnreachable:  # it listens on loopback only
             canonical = address
-            ways.append(_loopback())
+            ways.append(_constants(ENABLE_RAY_CLUSTER=False))
     if choice == "cluster" and "RAY_AUTH_MODE" not in os.environ and _has_token():
         ways.append(_token(None))
     try:
@@ -371,7 +390,7 @@ def _join_address(address: str, choice: str, deadline: float) -> Connection:
             for way in ways:
                 stack.enter_context(way)
             _within(lambda: _check_gcs(canonical), min(deadline, _soon()), _mute(address), int)
-            node_id = _init(canonical, deadline)
+            node_id = _init(canonical, deadline, private=False)
     except BaseException:
         _reload_token()
         raise
@@ -440,8 +459,13 @@ def _refusal(address: str, error: BaseException) -> ClusterUnreachable:
     return ClusterUnreachable(f"the Ray at {address} cannot be joined: {text}")
 
 
-def _init(address: str, deadline: float) -> str:
+def _init(address: str, deadline: float, *, private: bool) -> str:
     """``ray.init`` in a thread, because nothing else bounds it.
+
+    Args:
+        address: that answers.
+        deadline: by the monotonic clock [s].
+        private: no hook may ask for a runtime environment, for which there is no agent.
 
     Returns:
         The id of this process's node, hex.
@@ -452,7 +476,11 @@ def _init(address: str, deadline: float) -> str:
 
         try:
             ray.init(
-                address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                configure_logging=False,
+                _skip_env_hook=private,
             )
         except Exception as error:
             raise _refusal(address, error) from error
@@ -605,16 +633,23 @@ def _discreet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _loopback() -> Iterator[None]:
-    """Let Ray join at 127.0.0.1, which it otherwise turns into the machine's own address."""
+def _constants(**changes: bool) -> Iterator[None]:
+    """What Ray read from the environment when it was imported, changed for a while.
+
+    ``ENABLE_RAY_CLUSTER=False`` lets it join at 127.0.0.1, which it otherwise turns into the
+    machine's own address; ``RAY_ENABLE_UV_RUN_RUNTIME_ENV=False`` keeps a driver under ``uv run``
+    from asking for a runtime environment, for which a private Ray has no agent.
+    """
     from ray._private import ray_constants
 
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    before = {name: getattr(ray_constants, name) for name in changes}
+    for name, value in changes.items():
+        setattr(ray_constants, name, value)
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+        for name, value in before.items():
+            setattr(ray_constants, name, value)
 
 
 @contextlib.contextmanager
@@ -711,8 +746,9 @@ def start_head(directory: str, lifeline: int, report: int) -> NoReturn:
 
 
 def _start_node(directory: str) -> Any:
-    # As Ray runs where it was installed without its dashboard: no HTTP server that takes jobs.
+    # As Ray runs where it was installed without its dashboard's dependencies; quicker.
     sys.modules["ray.dashboard.optional_deps"] = None  # type: ignore[assignment]
+    from ray._private import services
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
@@ -731,13 +767,42 @@ def _start_node(directory: str) -> Any:
         labels={},
         object_store_memory=OBJECT_STORE_BYTES,
         temp_dir=directory,
-        session_name="s",
+        session_name=_SESSION,
         include_dashboard=False,
         include_log_monitor=False,
         no_monitor=True,
         _system_config=dict(PRIVATE_SETTINGS),
     )
+    start = services.start_ray_process
+
+    def start_without_agents(command: list[str], *others: Any, **named: Any) -> Any:
+        return start(_without_agents(command, directory), *others, **named)
+
+    services.start_ray_process = start_without_agents
     return Head(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
+
+
+def _without_agents(command: list[str], directory: str) -> list[str]:
+    """A raylet's command line with placeholders for its two agents.
+
+    The raylet insists on both and dies with either, but only job submission, metrics and runtime
+    environments use them, none of which happen here. They are 120 MB, 35 threads, four ports and
+    half of the start-up time.
+    """
+    script = os.path.join(directory, "agent.py")
+    node_id = "".join(word.partition("=")[2] for word in command if word.startswith("--node_id="))
+    words = []
+    for word in command:
+        flag = word.partition("=")[0]
+        if flag in _AGENT_PORTS:
+            with open(script, "w") as file:
+                file.write(_AGENT)
+            session = os.path.join(directory, _SESSION)
+            files = [os.path.join(session, f"{port}_{node_id}") for port in _AGENT_PORTS[flag]]
+            words.append(f"{flag}={subprocess.list2cmdline([*_PYTHON, script, *files])}")
+        else:
+            words.append(word)
+    return words
 
 
 def _end_with(lifeline: int, directory: str) -> None:

@@ -439,7 +439,8 @@ def test_a_running_cluster_is_joined_and_outlives_who_joined_it(stranger, census
     owner.tell("cluster._state.guardian.ray(5).token")
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": owner.line().split()[1]}
     by_hand = (
-        f"import ray; cluster._import_ray(None)\nwith cluster._loopback(): ray.init('{address}')"
+        "cluster._import_ray(None); import ray\n"
+        f"with cluster._constants(ENABLE_RAY_CLUSTER=False): ray.init('{address}')"
     )
     ways = [
         census.start(STRANGER.format(before="", choice=address), **secret),
