@@ -193,11 +193,19 @@ class RankProcesses:
             for rank in [rank for rank in running if {rank.link, rank.life} & ready]:
                 while (message := rank.next()) is not None:
                     if isinstance(message, Failed):
-                        raise _noted(message, rank.number)
+                        raise self._error(rank.number, message)
                     yield rank.number, message
                 if rank.closed or rank.life in ready:
                     rank.require_clean_end()
                     running.remove(rank)
+
+    def _error(self, rank: int, failed: Failed) -> RayloaderError:
+        error = failed.error
+        said = [str(error), *getattr(error, "__notes__", [])]
+        if len(self._ranks) > 1 and not any(f"rank {rank}" in text for text in said):
+            error.add_note(f"on rank {rank}")
+        error.__cause__ = RankTraceback(failed.traceback)
+        return error
 
     def end(self) -> None:
         """End every process that still runs: asked to at first, killed after ``END_SECONDS``."""
@@ -310,19 +318,6 @@ def _environment(environ: Mapping[str, str], task: Task, run_id: str) -> dict[st
         "LOCAL_RANK": str(task.rank),
         "LOCAL_WORLD_SIZE": str(task.ranks),
     }
-
-
-def _noted(failed: Failed, rank: int) -> RayloaderError:
-    error = failed.error
-    if not any(f"rank {rank}" in text for text in [str(error), *_notes(error)]):
-        error.add_note(f"on rank {rank}")
-    error.__cause__ = RankTraceback(failed.traceback)
-    return error
-
-
-def _notes(error: BaseException) -> list[str]:
-    notes: list[str] = getattr(error, "__notes__", [])
-    return notes
 
 
 class RankTraceback(Exception):

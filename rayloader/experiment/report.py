@@ -18,10 +18,13 @@ from rich.text import Text
 
 from rayloader import __version__
 from rayloader.config import MIB
+from rayloader.errors import printable
 from rayloader.experiment.ranks import Loader
 from rayloader.experiment.read import EpochResult, LoaderResult, ReadJob, ReadResult
 
 GB = 1e9
+_LEFT_OUT = 5
+"""Samples named that were left out; the others are counted [samples]."""
 _PACKAGES = ("ray", "torch", "pyarrow", "numpy")
 _COLUMNS = (
     "epoch", "rank", "files", "GB", "GB/s", "files/s", "first\nms", "gap\nms", "stall\ns",
@@ -44,6 +47,8 @@ def parts(result: ReadResult) -> Iterator[RenderableType]:
     yield Text(f"\n{heading(result)}\n", style="bold")
     yield ranks_table(result.loaders[0])
     yield Text(f"\n{legend(result.loaders[0])}")
+    if left_out := skipped(result.loaders[0]):
+        yield Text("\n" + "\n".join(left_out))
     if result.job.compare:
         yield Text("\nside by side\n", style="bold")
         yield comparison_table(result)
@@ -125,6 +130,19 @@ def legend(result: LoaderResult) -> str:
         "stall: waiting for batches. p50, p99: duration of a read.\n"
         "all: what all ranks read / (last rank's end - common start)."
     )
+
+
+def skipped(result: LoaderResult) -> list[str]:
+    """The first few samples that were left out, a line each, and how many more there are."""
+    lines = [
+        f"left out: {printable(skip['key'])}: {skip['cause']} "
+        f"(epoch {done.epoch}, rank {done.receipt['rank']})"
+        for epoch in result.epochs
+        for done in epoch.ranks
+        for skip in done.receipt["skipped"]
+    ]
+    more = [f"and {len(lines) - _LEFT_OUT:,} more"] if len(lines) > _LEFT_OUT else []
+    return lines[:_LEFT_OUT] + more
 
 
 def comparison_legend(result: ReadResult) -> str:

@@ -90,6 +90,15 @@ def test_the_comparison_keeps_the_first_epoch_apart(result):
     assert "1.0 x" in first
 
 
+def test_what_was_left_out_is_named_and_the_rest_counted(result):
+    receipt = result.loaders[0].epochs[1].ranks[1].receipt
+    receipt["skipped"] = [{"key": f"{number}\n", "cause": "no such file"} for number in range(7)]
+    lines = report.skipped(result.loaders[0])
+    assert lines[0] == "left out: 0\\n: no such file (epoch 1, rank 1)"
+    assert len(lines) == 6
+    assert lines[5] == "and 2 more"
+
+
 def test_the_document_holds_every_field_of_every_receipt(result):
     document = report.document(result, ["rayloader", "read"])
     fields = {field.name for field in dataclasses.fields(Receipt)}
