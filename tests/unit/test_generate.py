@@ -290,6 +290,12 @@ def test_a_file_added_to_generated_data_is_refused_and_named(data):
     refused(r"holds other files: \.hidden, a\\nb, y and 1 more$", data, 3, 10)
 
 
+def test_a_renamed_file_is_noticed(data):
+    generate(data, 3, 10)
+    (data / "sample_000002.bin").rename(data / "zebra")
+    refused(r"holds other files: zebra$", data, 3, 10)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [
