@@ -7,9 +7,10 @@ both cases no process holds a copy of its own.
 Keys are bytes (``large_binary``) inside and ``str`` by :func:`os.fsdecode` outside. They are
 relative to ``root``; an absolute key stays what it is, as ``openat`` has it.
 
-One million keys of 45 bytes on a 2-core machine (best of several): ``load`` or ``from_fd`` 1.5 ms
-and 2 MB of private memory; ``blob_at`` 9 µs for 24 keys and 11 µs for 256; ``keys_at`` 8 and 18 µs;
-``digest`` 60 ms, once.
+One million keys of 45 bytes, on a 2-core machine: ``load`` and ``from_fd`` take 1 ms, look at
+8 MB of shared pages and make none private; ``blob_at`` takes 10 µs for 24 keys and 20 µs for 256,
+``keys_at`` 9 and 25 µs, ``names_at`` 11 and 40 µs; ``digest`` 60 ms, once. A directory is listed at
+1.3 µs per file and sorted at 1 µs per file with 136 MB at most, a Python list taken in 0.15 s.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ import math
 import numbers
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +34,15 @@ from rayloader.errors import (
 )
 from rayloader.storage.listing import PosixLister
 
+T = TypeVar("T")
+
 _RECIPE = b"rayloader.generate"
 _UNFINISHED = ".unfinished"
 _BLOCK = 4 << 20
 """Bytes made, written or read at once; a multiple of 8 [bytes]."""
 _MAX_THREADS = 4
+_FILES_AT_ONCE = 64
+"""Files that one thread makes or reads in one go, at most [files]."""
 _NAMED = 3
 """Names given in a message before the rest is only counted."""
 
@@ -108,15 +112,21 @@ def verify(catalog: Catalog, progress: Progress | None = None) -> None:
     """
     if catalog.sizes is None or catalog.checksums is None or catalog.checksums.type != pa.uint32():
         raise CatalogError("the catalog has no sizes and checksums to verify against")
-    expected = catalog.checksums.to_numpy()
-    ticker, failures, done = Ticker(progress), list[StorageError](), 0
-    with _pool() as pool:
-        for failure in pool.map(_verify_one, *_verify_arguments(catalog, expected)):
-            done += 1
-            ticker(done)
-            if failure is not None:
-                failures.append(failure)
-    ticker.end(done)
+    sizes, sums = catalog.sizes, catalog.checksums.to_numpy()
+
+    def verify_some(places: range) -> list[StorageError]:
+        keys = catalog.keys_at(np.arange(places.start, places.stop))
+        found = (
+            _verify_one(os.path.join(catalog.root, key), int(sizes[place]), int(sums[place]))
+            for place, key in zip(places, keys, strict=True)
+        )
+        return [failure for failure in found if failure is not None]
+
+    failures = [
+        failure
+        for some in _in_parallel(verify_some, len(catalog), Ticker(progress))
+        for failure in some
+    ]
     if failures:
         if len(failures) > 1:
             failures[0].add_note(f"and {len(failures) - 1} more of {len(catalog)} files")
@@ -192,8 +202,16 @@ def _stream(seed: int, purpose: int | str) -> np.random.PCG64DXSM:
     return np.random.PCG64DXSM(int.from_bytes(digest, "little"))
 
 
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))), "rayloader-files")
+def _in_parallel(work: Callable[[range], T], count: int, ticker: Ticker) -> Iterator[T]:
+    """Do the places 0 … count-1 in threads, some at a time; results come in order."""
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    step = max(1, min(_FILES_AT_ONCE, count // (8 * threads)))
+    parts = [range(low, min(low + step, count)) for low in range(0, count, step)]
+    with ThreadPoolExecutor(threads, "rayloader-files") as pool:
+        for part, result in zip(parts, pool.map(work, parts), strict=True):
+            ticker(part.stop)
+            yield result
+    ticker.end(count)
 
 
 def _saved(root: str) -> Catalog | None:
@@ -284,19 +302,16 @@ def _write_all(
     recipe: _Recipe, wanted: Catalog, order: npt.NDArray[np.int64], ticker: Ticker
 ) -> npt.NDArray[np.uint32]:
     """Write every file; uint32 [files], the checksums in catalog order."""
-    checksums, done = np.zeros(len(wanted), np.uint32), 0
-    sizes = recipe.sizes()
+    checksums, sizes = np.zeros(len(wanted), np.uint32), recipe.sizes()
 
-    def write(place: int) -> None:
-        path = os.path.join(wanted.root, wanted.keys[place].as_py())
-        index = int(order[place])
-        checksums[place] = _write_one(recipe, index, path, int(sizes[index]))
+    def write_some(places: range) -> None:
+        keys = wanted.keys_at(np.arange(places.start, places.stop))
+        for place, key in zip(places, keys, strict=True):
+            index, path = int(order[place]), os.path.join(wanted.root, key)
+            checksums[place] = _write_one(recipe, index, path, int(sizes[index]))
 
-    with _pool() as pool:
-        for _ in pool.map(write, range(len(wanted))):
-            done += 1
-            ticker(done)
-    ticker.end(done)
+    for _ in _in_parallel(write_some, len(wanted), ticker):
+        pass
     return checksums
 
 
@@ -324,14 +339,6 @@ def _write_one(recipe: _Recipe, index: int, path: bytes, size: int) -> int:
     except OSError as error:
         raise storage_error(os.fsdecode(path), error.errno or 0) from error
     return value
-
-
-def _verify_arguments(
-    catalog: Catalog, expected: npt.NDArray[np.uint32]
-) -> tuple[Iterator[bytes], Iterator[int], Iterator[int]]:
-    assert catalog.sizes is not None
-    paths = (os.path.join(catalog.root, key.as_py()) for key in catalog.keys)
-    return paths, iter(catalog.sizes.tolist()), iter(expected.tolist())
 
 
 def _verify_one(path: bytes, size: int, expected: int) -> StorageError | None:
