@@ -352,6 +352,7 @@ def _private(run_id: str | None, deadline: float) -> Connection:
     guard = guardian(run_id, timeout=deadline - time.monotonic())
     try:
         where = guard.ray(max(deadline - time.monotonic(), 0.1))
+        probe(where.address)
         _import_ray(where)
         with _token(where.token), _constants(**_PRIVATE_CONSTANTS), _discreet():
             node_id = _init(where.address, deadline, private=True)
@@ -497,6 +498,8 @@ def _within(
 ) -> _T:
     """The result of ``act``, run in a thread that is abandoned at the deadline or by Ctrl-C.
 
+    It is also abandoned when the guardian dies meanwhile, and a private Ray with it.
+
     An abandoned ``act`` that succeeds after all is undone. Until then nothing else can be joined.
     """
     result: list[_T] = []
@@ -520,13 +523,17 @@ def _within(
     thread = threading.Thread(target=run, name="rayloader-join", daemon=True)
     thread.start()
     try:
-        thread.join(max(deadline - time.monotonic(), 0.0))
+        held = _state.guardian
+        while thread.is_alive() and time.monotonic() < deadline and (not held or held.alive()):
+            thread.join(min(max(deadline - time.monotonic(), 0.0), 0.25))
     finally:
         with turn:
             abandoned = not result and not failure
             if abandoned:
                 _state.stuck = f"{late} (an earlier attempt to join it still hangs in this process)"
     if abandoned:
+        if held is not None:
+            held.check()
         raise late
     if failure:
         raise failure[0]

@@ -165,6 +165,15 @@ class Guardian:
         with self._call(request, timeout, f"the other ranks about {name!r}") as (_, reply, _fds):
             return tuple(reply["values"])
 
+    def check(self) -> None:
+        """Do nothing while the guardian lives.
+
+        Raises:
+            ClusterError: it is gone.
+        """
+        if not self.alive():
+            raise ClusterError(self._gone())
+
     def alive(self) -> bool:
         """Whether the guardian still runs, as far as this process can see."""
         if self._lifeline is None:
@@ -216,10 +225,13 @@ class Guardian:
         except ConnectionError as error:
             if isinstance(error, ClusterError):
                 raise
-            raise ClusterError(
-                f"the guardian of this run (process {self.pid}) is gone, and its private Ray with "
-                "it: it was killed, or ran out of memory"
-            ) from error
+            raise ClusterError(self._gone()) from error
+
+    def _gone(self) -> str:
+        return (
+            f"the guardian of this run (process {self.pid}) is gone, and its private Ray with it: "
+            "it was killed, or ran out of memory"
+        )
 
 
 def parent_run_id() -> str:
