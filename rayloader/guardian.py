@@ -5,8 +5,8 @@
 
 Two processes watch each other, because either can be killed::
 
-    guardian ── keeper ─┬─ gcs_server           the kernel kills these two with the keeper
-                        └─ raylet ── agents, readers
+    guardian ── keeper ─┬─ gcs_server          the kernel kills these two with the keeper,
+                        └─ raylet ── readers   and these with the raylet
 
 Both are subreapers: whatever loses its parent becomes their child. When the keeper dies, the
 guardian ends the rest; when the guardian dies, the keeper does, and removes the directory too.
@@ -41,7 +41,7 @@ FIRST_OWNER_SECONDS = 20.0
 END_SECONDS = 8.0
 """What has been killed must be gone within this; then it is left (stuck in the kernel) [s]."""
 DIRECTORY_PREFIX = "rayloader-"
-DIRECTORY_BYTES = 60
+DIRECTORY_BYTES = 80
 """Longest private directory: Ray's socket names in it must stay below 108 [bytes]."""
 DIRECTORY_FREE_BYTES = 16 << 20
 """Free space that Ray's files need at the least [bytes]."""
@@ -345,7 +345,7 @@ class _PrivateRay:
         self._directory, self._lock = private_directory()
         listen, self._lifeline = os.pipe()
         report, tell = os.pipe()
-        command = [sys.executable, "-P", "-m", "rayloader.cluster", self._directory]
+        command = [sys.executable, "-P", "-m", "rayloader.head", self._directory]
         try:
             with open(self._log(), "ab") as log:
                 started = subprocess.Popen(
