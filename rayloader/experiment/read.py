@@ -91,8 +91,8 @@ class EpochResult:
         started_at: the common start [s].
         before: when the last rank ended the epoch before; ``None`` for the first [s].
         ranks: what each rank did, in their order.
-        processes_started: processes of the run that appeared since the last epoch's count, which
-            is taken when every rank has its first batch.
+        processes_started: processes of the run that appeared since the epoch before was counted;
+            it is counted whenever a rank has its first batch.
     """
 
     epoch: int
@@ -304,7 +304,6 @@ class _Lead:
         self._census = census
         self._watch = watch
         self._ready: set[int] = set()
-        self._first: set[int] = set()
         self._done: dict[int, Done] = {}
         self._started_at = 0.0
         self._appeared = 0
@@ -320,7 +319,8 @@ class _Lead:
                 case Ready(epoch):
                     self._is_ready(rank, epoch)
                 case First():
-                    self._has_first(rank)
+                    # Now: workers that are made for an epoch are gone at its end.
+                    self._appeared += self._census.appeared()
                 case Done():
                     self._is_done(rank, message)
                 case Moved():
@@ -336,13 +336,6 @@ class _Lead:
         if not self.epochs:
             self.ready_at = time.perf_counter()
         self._started_at = self._ranks.go(epoch)
-
-    def _has_first(self, rank: int) -> None:
-        self._first.add(rank)
-        if len(self._first) == self._count:
-            self._first.clear()
-            # Now: workers that are made for an epoch are gone at its end.
-            self._appeared = self._census.appeared()
 
     def _is_done(self, rank: int, done: Done) -> None:
         self._done[rank] = done
