@@ -10,11 +10,11 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "rayloader"
 ROOMS = [
     "errors", "config", "launch", "storage", "catalog", "plan", "arena", "receipt", "reader",
-    "channel", "actor", "node", "guardian", "cluster", "remote", "loader", "dataset", "experiment",
+    "channel", "actor", "node", "guardian", "head", "cluster", "remote", "loader", "dataset", "experiment",
     "cli",
 ]  # fmt: skip
 FOREIGN = {
-    "ray": {"channel", "cluster", "remote", "dataset"},
+    "ray": {"channel", "head", "cluster", "remote", "dataset"},
     "torch": {"dataset", "experiment"},
     "click": {"cli"},
     "rich": {"experiment", "cli"},
