@@ -94,24 +94,21 @@ class Outcome:
         }
 
 
-def compared(
-    measure: str, race: Race, ours: str, peers: Sequence[tuple[str, str, float]]
-) -> list[Row]:
+def compared(measure: str, race: Race, ours: str, targets: dict[str, float]) -> list[Row]:
     """Hold one contender against the best of each of some families.
 
     Args:
         measure: what is compared, in a word or two.
         race: what the rounds gave.
         ours: the contender's name.
-        peers: (how the peers are called, their family, the ratio to be reached).
+        targets: family → the ratio to be reached.
 
     Returns:
-        A row for each of the peers that ran.
+        A row for each of the families that ran.
     """
     rows = []
-    for called, family, target in peers:
+    for family, target in targets.items():
         best = race.best(family)
         if best is not None and ours in race.values:
-            against = called if best == called else f"{called}: {best}"
-            rows.append(Row(measure, against, race.ratios(ours, best), target))
+            rows.append(Row(measure, best, race.ratios(ours, best), target))
     return rows

@@ -195,6 +195,7 @@ def spdl(files: str, batch_size: int) -> Iterator[Peer]:
 @contextlib.contextmanager
 def ray_data(files: str, batch_size: int) -> Iterator[Peer]:
     """Ray Data on a Ray of its own; ``shuffle="files"`` permutes the files of each epoch."""
+    os.environ.update(RAY_worker_niceness="0")  # as rayloader's own Ray has it
     import ray
     import ray.data
 

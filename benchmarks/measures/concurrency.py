@@ -30,6 +30,6 @@ def run(setting: Setting) -> Outcome:
     ]
     with Stage(setting.processes, [*fewer, most], files) as stage:
         result = race(stage, setting)
-    peers = [("best smaller", "rayloader, fewer", 0.95)]
-    rows = compared("concurrency 64", result, most.name, peers)
+    targets = {"rayloader, fewer": 0.95}
+    rows = compared("concurrency 64", result, most.name, targets)
     return Outcome("Reads in flight, one rank, hot", result, rows, absent=stage.absent)

@@ -28,15 +28,15 @@ def run(setting: Setting) -> Outcome:
         "one rank",
         result,
         "rayloader",
-        [
-            ("C", "c", 0.75),
-            ("torch, best of 1, 2, 4 workers", "torch workers", 5.0),
-            ("torch in-process", "torch in-process", 1.5),
-            ("torch in-process", "torch in-process, malloc tuned", 1.5),
-            ("torch __getitems__", "torch __getitems__", 4.0),
-            ("SPDL", "SPDL per file", 4.0),
-            ("SPDL", "SPDL per batch", 4.0),
-        ],
+        {
+            "c": 0.75,
+            "torch workers": 5.0,
+            "torch in-process": 1.5,
+            "torch in-process, malloc tuned": 1.5,
+            "torch __getitems__": 4.0,
+            "SPDL per file": 4.0,
+            "SPDL per batch": 4.0,
+        },
     )
     return Outcome("One rank, 322 KB files, hot", result, rows, absent=stage.absent)
 

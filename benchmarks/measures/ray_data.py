@@ -27,5 +27,5 @@ def run(setting: Setting) -> Outcome:
         setting.processes, [lineup.rayloader(files), lineup.ray_data(files)], files, warm_epochs=1
     ) as stage:
         result = race(stage, few)
-    rows = compared("one rank", result, "rayloader", [("Ray Data", "Ray Data", 40.0)])
+    rows = compared("one rank", result, "rayloader", {"Ray Data": 40.0})
     return Outcome("One rank beside Ray Data", result, rows, absent=stage.absent)

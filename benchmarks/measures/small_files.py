@@ -36,10 +36,10 @@ def run(setting: Setting) -> Outcome:
         "10 KB files",
         result,
         "rayloader",
-        [
-            ("C", "c", 0.5),
-            ("torch in-process", "torch in-process", 3.0),
-            ("torch, best of 1, 2, 4 workers", "torch workers", 7.0),
-        ],
+        {
+            "c": 0.5,
+            "torch in-process": 3.0,
+            "torch workers": 7.0,
+        },
     )
     return Outcome("20,000 files of 10 KB, hot", result, rows, absent=stage.absent)

@@ -37,10 +37,10 @@ def run(setting: Setting) -> Outcome:
         "each byte summed",
         result,
         result.best("rayloader") or "rayloader",
-        [
-            ("torch, best of 1, 2, 4 workers", "torch workers", 2.0),
-            ("torch in-process", "torch in-process", 1.3),
-        ],
+        {
+            "torch workers": 2.0,
+            "torch in-process": 1.3,
+        },
     )
     return Outcome("One rank, the trainer sums every byte", result, rows, absent=stage.absent)
 

@@ -37,7 +37,7 @@ def run(setting: Setting) -> Outcome:
     persistent = lineup.torch_workers(files, 2, "stack")
     named = dataclasses.replace(persistent, name="torch, 2 persistent workers")
     contenders = [ours, *respawned, named]
-    few = dataclasses.replace(setting, rounds=min(setting.rounds, 2 if setting.quick else 5))
+    few = dataclasses.replace(setting, rounds=min(setting.rounds, 1 if setting.quick else 5))
     with Stage(setting.processes, contenders, files, warm_epochs=1) as stage:
         result = race(stage, few, unit="ms", value=gap_milliseconds, epochs=EPOCHS)
     rows = []

@@ -25,5 +25,5 @@ def run(setting: Setting) -> Outcome:
     contenders = [*lineup.c_readers(setting, files), ours]
     with Stage(setting.processes, contenders, files) as stage:
         result = race(stage, setting)
-    rows = compared("two ranks", result, ours.name, [("C", "c", 0.85)])
+    rows = compared("two ranks", result, ours.name, {"c": 0.85})
     return Outcome("Two ranks, 322 KB files, hot", result, rows, absent=stage.absent)
