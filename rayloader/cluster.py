@@ -299,7 +299,7 @@ def _private(run_id: str | None, deadline: float) -> Connection:
         probe(where.address)
         _import_ray(where)
         with _token(where.token), _constants(**_PRIVATE_CONSTANTS), _discreet():
-            node_id = _init(where.address, deadline, private=True)
+            node_id = _init(where.address, deadline, guard)
     except BaseException:
         _reload_token()
         _forget_guardian()
@@ -334,8 +334,8 @@ def _join_address(address: str, choice: str, deadline: float) -> Connection:
         with contextlib.ExitStack() as stack:
             for way in ways:
                 stack.enter_context(way)
-            _within(lambda: _check_gcs(canonical), min(deadline, _soon()), _mute(address), int)
-            node_id = _init(canonical, deadline, private=False)
+            _within(lambda: _check_gcs(canonical), min(deadline, _soon()), _mute(address))
+            node_id = _init(canonical, deadline)
     except BaseException:
         _reload_token()
         raise
@@ -404,13 +404,14 @@ def _refusal(address: str, error: BaseException) -> ClusterUnreachable:
     return ClusterUnreachable(f"the Ray at {address} cannot be joined: {text}")
 
 
-def _init(address: str, deadline: float, *, private: bool) -> str:
+def _init(address: str, deadline: float, guard: Guardian | None = None) -> str:
     """``ray.init`` in a thread, because nothing else bounds it.
 
     Args:
         address: that answers.
         deadline: by the monotonic clock [s].
-        private: no hook may ask for a runtime environment, for which there is no agent.
+        guard: of a private Ray, whose death ends the attempt. No hook may ask a private Ray for a
+            runtime environment, for which it has no agent.
 
     Returns:
         The id of this process's node, hex.
@@ -425,24 +426,28 @@ def _init(address: str, deadline: float, *, private: bool) -> str:
                 namespace=NAMESPACE,
                 log_to_driver=False,
                 configure_logging=False,
-                _skip_env_hook=private,
+                _skip_env_hook=guard is not None,
             )
         except Exception as error:
             raise _refusal(address, error) from error
         return str(ray.get_runtime_context().get_node_id())
 
     with _undisturbed():
-        node_id = _within(join, deadline, _mute(address), _ray_shutdown)
+        node_id = _within(join, deadline, _mute(address), _ray_shutdown, guard)
     _at_exit()
     return node_id
 
 
 def _within(
-    act: Callable[[], _T], deadline: float, late: ClusterError, undo: Callable[[], object]
+    act: Callable[[], _T],
+    deadline: float,
+    late: ClusterError,
+    undo: Callable[[], object] = int,
+    guard: Guardian | None = None,
 ) -> _T:
     """The result of ``act``, run in a thread that is abandoned at the deadline or by Ctrl-C.
 
-    It is also abandoned when the guardian dies meanwhile, and a private Ray with it.
+    It is also abandoned when ``guard`` dies meanwhile, and a private Ray with it.
 
     An abandoned ``act`` that succeeds after all is undone. Until then nothing else can be joined.
     """
@@ -467,8 +472,7 @@ def _within(
     thread = threading.Thread(target=run, name="rayloader-join", daemon=True)
     thread.start()
     try:
-        held = _state.guardian
-        while thread.is_alive() and time.monotonic() < deadline and (not held or held.alive()):
+        while thread.is_alive() and time.monotonic() < deadline and (not guard or guard.alive()):
             thread.join(min(max(deadline - time.monotonic(), 0.0), 0.25))
     finally:
         with turn:
@@ -476,8 +480,8 @@ def _within(
             if abandoned:
                 _state.stuck = f"{late} (an earlier attempt to join it still hangs in this process)"
     if abandoned:
-        if held is not None:
-            held.check()
+        if guard is not None:
+            guard.check()
         raise late
     if failure:
         raise failure[0]
@@ -496,7 +500,7 @@ def _leave() -> None:
     """``ray.shutdown``, which may hang when Ray is half dead."""
     late = ClusterError("Ray does not let go of this process")
     with contextlib.suppress(RayloaderError), _undisturbed():
-        _within(_ray_shutdown, time.monotonic() + LEAVE_SECONDS, late, int)
+        _within(_ray_shutdown, time.monotonic() + LEAVE_SECONDS, late)
 
 
 def _ray_shutdown() -> None:

@@ -21,6 +21,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import resource
 import selectors
 import shutil
@@ -434,6 +435,8 @@ def private_directory() -> tuple[str, int]:
 
 def _directory_in(place: str) -> tuple[str, int]:
     _sweep(place)
+    if not re.fullmatch(r"[A-Za-z0-9_./+-]+", place):
+        raise OSError(errno.EINVAL, "Ray does not take such characters in a path")
     if len(os.fsencode(place)) + len(DIRECTORY_PREFIX) + 9 > DIRECTORY_BYTES:
         raise OSError(errno.ENAMETOOLONG, "the path is too long for Ray's sockets")
     directory = tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=place)

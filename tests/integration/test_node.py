@@ -388,7 +388,13 @@ def test_a_long_tmpdir_is_passed_over(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("place", "why"), [("/proc", "No such file"), ("/nowhere", "No such file"), ("/x" * 40, "long")]
+    ("place", "why"),
+    [
+        ("/proc", "No such file"),
+        ("/nowhere", "No such file"),
+        ("/x" * 40, "long"),
+        ("/tmp/ü", "characters"),
+    ],
 )
 def test_a_place_that_will_not_do_says_why(place, why):
     with pytest.raises(OSError, match=why):
