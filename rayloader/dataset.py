@@ -19,6 +19,7 @@ from rayloader.config import Options
 from rayloader.errors import OptionError, UsageError
 from rayloader.launch import Launch
 from rayloader.loader import Loader
+from rayloader.node import parent_run_id
 from rayloader.receipt import Receipt
 
 
@@ -335,6 +336,9 @@ def _refuse_worker() -> None:
 def _launched(rank: int | None, world_size: int | None) -> Launch:
     """Who this process is: as given, as torch.distributed or Ray Train say, or as launched."""
     found = launch.detect(os.environ)
+    if found.run_id is None and found.launcher != "single":
+        # MPICH and Intel MPI name no run; the ranks of a node have their launcher in common.
+        found = dataclasses.replace(found, run_id=parent_run_id())
     if (rank is None) != (world_size is None):
         raise OptionError("rank and world_size go together: give both, or neither")
     if rank is None or world_size is None:
