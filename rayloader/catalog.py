@@ -230,7 +230,7 @@ class Catalog:
         Raises:
             IndexError: for an index outside the catalog.
         """
-        keys: list[bytes] = self.keys.take(pa.array(indices, pa.int64())).to_pylist()
+        keys: list[bytes] = self.keys.take(_int64s(indices)).to_pylist()
         return keys
 
     def names_at(self, indices: Indices) -> list[str]:
@@ -246,7 +246,7 @@ class Catalog:
         Raises:
             IndexError: for an index outside the catalog.
         """
-        offsets, values = _views(self.keys.take(pa.array(indices, pa.int64())))
+        offsets, values = _views(self.keys.take(_int64s(indices)))
         return values[: offsets[-1]].tobytes(), offsets
 
     def with_sizes(self, progress: Progress | None = None) -> Catalog:
@@ -296,7 +296,7 @@ class Catalog:
         columns = [self.keys]
         fields = [pa.field(_KEY, pa.large_binary(), nullable=False)]
         if self.sizes is not None:
-            columns.append(pa.array(self.sizes, pa.int64()))
+            columns.append(_int64s(self.sizes))
             fields.append(pa.field(_SIZE, pa.int64(), nullable=False))
         if self.checksums is not None:
             columns.append(self.checksums)
@@ -535,7 +535,7 @@ def _columns(
     sizes = checksums = None
     if names.count(_SIZE) == 1:
         column = table.column(_SIZE).cast(pa.int64())
-        sizes = _one_array(column.fill_null(-1) if column.null_count else column).to_numpy()
+        sizes = _numpy(_one_array(column.fill_null(-1) if column.null_count else column))
     if names.count(_CHECKSUM) == 1:
         checksums = _one_array(table.column(_CHECKSUM))
     return keys, sizes, checksums
@@ -543,6 +543,18 @@ def _columns(
 
 def _one_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+
+
+def _numpy(column: pa.Int64Array) -> npt.NDArray[np.int64]:
+    """Arrow's int64 without nulls as NumPy's: a view. ``to_numpy`` imports pandas."""
+    values = np.frombuffer(column.buffers()[1] or b"", np.int64)
+    return values[column.offset : column.offset + len(column)]
+
+
+def _int64s(values: Indices) -> pa.Int64Array:
+    """A NumPy array as Arrow's, without a copy and without ``pa.array``, which imports pandas."""
+    buffer = pa.py_buffer(np.ascontiguousarray(values, np.int64))
+    return pa.Array.from_buffers(pa.int64(), len(values), [None, buffer])
 
 
 def _lies_in(keys: pa.LargeBinaryArray, mapping: pa.Buffer) -> bool:
