@@ -68,7 +68,7 @@ class MemorySpec(StorageSpec):
     bandwidth: float = math.inf
     """Of all reads together [bytes/s]."""
     faults: Mapping[bytes, Fault] = dataclasses.field(default_factory=dict)
-    """Full name → what goes wrong with it."""
+    """Full name → what goes wrong with it; changes are seen like those of ``objects``."""
 
 
 class MemoryLister:
@@ -149,11 +149,18 @@ def open_memory(spec: StorageSpec) -> MemoryStorage:
 
 
 class MemoryStorage:
-    """A ``BulkReader`` of the objects in a ``MemorySpec``."""
+    """A ``BulkReader`` of the objects in a ``MemorySpec``.
+
+    Attributes:
+        latency: duration of every read that begins from now on [s]; settable.
+        bandwidth: of all reads together [bytes/s]; settable.
+    """
 
     engine = "memory"
 
     def __init__(self, spec: MemorySpec) -> None:
+        self.latency = spec.latency
+        self.bandwidth = spec.bandwidth
         self._spec = spec
         self._concurrency = spec.concurrency
         self._memory: memoryview | None = None
@@ -298,6 +305,16 @@ class MemoryStorage:
         if self._memory is not None:
             self._memory.release()
 
+    def unstick(self, name: bytes) -> None:
+        """Let all operations in flight on the object end now, however late they are due."""
+        now = time.perf_counter()
+        with self._changed:
+            self._due = [
+                (now if op.name == name else due, order, op) for due, order, op in self._due
+            ]
+            heapq.heapify(self._due)
+            self._changed.notify()
+
     # ---- in the owner's thread
 
     def _check(self) -> None:
@@ -369,15 +386,15 @@ class MemoryStorage:
 
     def _ends(self, op: _Op) -> float:
         spec = self._spec
-        ends = op.began + (spec.latency if op.is_read else spec.measure_latency)
+        ends = op.began + (self.latency if op.is_read else spec.measure_latency)
         fault = spec.faults.get(op.name)
         if fault is not None and fault.on == ("read" if op.is_read else "measure"):
             self._happened[op.name] += 1
             if fault.times is None or self._happened[op.name] <= fault.times:
                 op.fault = fault
                 ends += fault.delay
-        if op.is_read and spec.bandwidth < math.inf and ends < math.inf:
-            ends = self._pipe_free = max(self._pipe_free, ends) + op.length / spec.bandwidth
+        if op.is_read and self.bandwidth < math.inf and ends < math.inf:
+            ends = self._pipe_free = max(self._pipe_free, ends) + op.length / self.bandwidth
         return ends
 
     def _end(self, op: _Op, due: float) -> None:
