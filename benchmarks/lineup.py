@@ -96,6 +96,17 @@ def torch_in_process_tuned(files: FileSet, collate: str) -> Contender:
     )
 
 
+def torch_plain(files: FileSet, workers: int) -> Contender:
+    """``np.fromfile`` and torch's own collation, as commonly written."""
+    where = _many(workers, "worker") if workers else "in-process"
+    return Contender(
+        f"torch, {where}, plain",
+        _torch(files),
+        {"workers": workers, "collate": "stack", "read": "plain"},
+        "torch plain, workers" if workers else "torch plain, in-process",
+    )
+
+
 def torch_workers(
     files: FileSet, workers: int, collate: str, start_method: str = "fork"
 ) -> Contender:

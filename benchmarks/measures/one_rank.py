@@ -7,7 +7,8 @@ with a small reused buffer it is shown beside.
 Command: ``python -m benchmarks.posix --only one-rank``.
 
 Peers: C (1, 2, 64 threads); torch ``DataLoader`` in-process and with 1, 2, 4 persistent workers;
-``__getitems__`` with 64 threads and 0, 1, 2 workers; SPDL with a task per file or per batch.
+the same ``plain``, as commonly written; ``__getitems__`` with 64 threads and 0, 1, 2 workers; SPDL
+with a task per file or per batch.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ def run(setting: Setting) -> Outcome:
         {
             "c": 0.75,
             "torch workers": 5.0,
+            "torch plain, workers": 5.0,
             "torch in-process": 1.5,
             "torch in-process, malloc tuned": 1.5,
+            "torch plain, in-process": 1.5,
             "torch __getitems__": 4.0,
             "SPDL per file": 4.0,
             "SPDL per batch": 4.0,
@@ -52,12 +55,14 @@ def _contenders(setting: Setting) -> list[Contender]:
         *(lineup.torch_getitems(files, workers) for workers in (0, 2)),
         lineup.spdl(files, 8, "file"),
         lineup.spdl(files, 2, "batch"),
+        *(lineup.torch_plain(files, workers) for workers in (0, 2)),
     ]
     if not setting.quick:
         chosen += [
             *lineup.c_readers(setting, files, into="small"),
             *(lineup.torch_workers(files, workers, "flat") for workers in (1, 2, 4)),
             lineup.torch_workers(files, 2, "stack", start_method="spawn"),
+            *(lineup.torch_plain(files, workers) for workers in (1, 4)),
             lineup.torch_getitems(files, 1),
             lineup.spdl(files, 64, "file"),
             lineup.spdl(files, 4, "batch"),

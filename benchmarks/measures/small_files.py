@@ -5,8 +5,8 @@ Method: as one_rank.py, in files per second.
 Command: ``python -m benchmarks.posix --only small-files``.
 
 Peers: C (1, 2, 64 threads); torch ``DataLoader`` in-process and with 1, 2, 4 persistent workers.
-Uncollated (``list``), each sample of a worker is a shared-memory object of its own; the others are
-quicker and count, unless they are not run.
+Each is held against twice: in its quickest form, and ``plain``, as it is commonly written.
+Uncollated (``list``), a worker makes a shared-memory object of every sample, and is far slower.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ def run(setting: Setting) -> Outcome:
         lineup.rayloader(files),
         *(lineup.torch_in_process(files, collate) for collate in ("list", "stack")),
         *(lineup.torch_workers(files, workers, "flat") for workers in (1, 2, 4)),
+        *(lineup.torch_plain(files, workers) for workers in (0, 2)),
     ]
     if not setting.quick:
         contenders += [lineup.torch_workers(files, workers, "stack") for workers in (1, 2, 4)]
+        contenders += [lineup.torch_plain(files, workers) for workers in (1, 4)]
         contenders.append(lineup.torch_workers(files, 2, "list"))
     with Stage(setting.processes, contenders, files) as stage:
         result = race(stage, setting, unit="1000 files/s", value=thousand_files_per_second)
@@ -39,7 +41,9 @@ def run(setting: Setting) -> Outcome:
         {
             "c": 0.5,
             "torch in-process": 3.0,
+            "torch plain, in-process": 3.0,
             "torch workers": 7.0,
+            "torch plain, workers": 7.0,
         },
     )
     return Outcome("20,000 files of 10 KB, hot", result, rows, absent=stage.absent)
