@@ -3,7 +3,7 @@
 #   make demo     read 1,000 files on two ranks, with torch's DataLoader beside it
 #   make test     every test
 #   make check    style, types
-#   make bench    the figures of the README; takes about an hour of an idle machine
+#   make bench    the figures of the README; takes about 12 minutes of a quiet machine
 #   make docs     write what the README and docs/ take from the code: options, help
 #   make clean    remove what was built here; .venv and data/ stay
 

@@ -144,33 +144,48 @@ class Room(NamedTuple):
         return sum(extent.length for extent in self.extents)
 
 
-def room_needed(sizes: Int64s, alignment: int) -> int:
-    """Bytes that a batch of samples of these sizes takes in one piece [bytes]."""
-    return pages(_table_bytes(len(sizes), alignment) + int(_aligned(sizes, alignment).sum()))
+class Layout(NamedTuple):
+    """How a batch lies: its table, then its samples one after the other."""
+
+    table: int
+    """Bytes of the table, aligned like a sample [bytes]."""
+    ends: Int64s
+    """int64 [n]: where the room of sample i ends, from the batch's begin [bytes]."""
+    rooms: Int64s
+    """int64 [n]: the sample's size rounded up to the alignment [bytes]."""
+
+    @property
+    def length(self) -> int:
+        """Bytes in one piece [bytes]."""
+        return pages(int(self.ends[-1]) if len(self.ends) else self.table)
 
 
-def reserve_batch(space: Space, sizes: Int64s, alignment: int) -> Room | None:
-    """Find room for a batch: in one piece where possible, else sample by sample.
+def lay_out(sizes: Int64s, alignment: int) -> Layout:
+    """Lay out a batch.
 
     Args:
-        space: the arena's space.
         sizes: int64 [n], the samples' sizes [bytes]; negative: needs no room.
         alignment: each sample begins at a multiple of this and has its size rounded up to it.
+    """
+    rooms = _aligned(sizes, alignment)
+    table = _table_bytes(len(sizes), alignment)
+    return Layout(table, rooms.cumsum() + table, rooms)
+
+
+def reserve_batch(space: Space, layout: Layout) -> Room | None:
+    """Find room for a batch: in one piece where possible, else sample by sample.
 
     Returns:
         The room, or ``None`` when the arena is too full now.
     """
-    table = _table_bytes(len(sizes), alignment)
-    rooms = _aligned(sizes, alignment)
-    whole = space.reserve(table + int(rooms.sum()))
+    whole = space.reserve(layout.length)
     if whole is not None:
-        places = whole.start + table + np.cumsum(rooms) - rooms
-        return Room([whole], whole.start, places)
-    filled = np.flatnonzero(rooms)
-    pieces = space.reserve_each([table, *rooms[filled].tolist()])
+        return Room([whole], whole.start, layout.ends - layout.rooms + whole.start)
+    filled = np.flatnonzero(layout.rooms)
+    pieces = space.reserve_each([layout.table, *layout.rooms[filled].tolist()])
     if pieces is None:
         return None
-    places = np.full(len(sizes), pieces[0].start, np.int64)
+    places = np.full(len(layout.rooms), pieces[0].start, np.int64)
     places[filled] = [piece.start for piece in pieces[1:]]
     return Room(pieces, pieces[0].start, places)
 

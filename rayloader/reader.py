@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import itertools
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -34,11 +35,12 @@ from rayloader.errors import (
     StorageStalled,
 )
 from rayloader.plan import EpochPlan, ListPlan
-from rayloader.receipt import Fingerprint, Skipped, fingerprint
+from rayloader.receipt import Fingerprint, Hashes, Skipped, name_hashes
 from rayloader.storage import BulkReader, Counters, Keys, Progress
 
 CACHE_LINE = 64
 _NOT_WANTED = -2
+_NAMES_AT_ONCE = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +111,11 @@ class _Stage(enum.Enum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Batch:
-    step: int
     group: int
+    step: int
     entries: Int64s
     keys: Keys
+    hashes: Hashes
     stage: _Stage = _Stage.MEASURING
     sizes: Int64s = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     room: Room | None = None
@@ -136,7 +139,6 @@ class Reader:
         self._leased: dict[int, Room] = {}
         self._early_releases: set[int] = set()
         self._request: Request | None = None
-        self._to_plan: Iterator[Int64s]
         self._forget_epoch()
         self._statistics = _Statistics(storage, memory)
 
@@ -156,9 +158,8 @@ class Reader:
         """Leave what was under way and read this instead."""
         self.abandon()
         self._request = request
-        self._catalog = catalog
-        self._to_plan = request.plan.batches(request.first_step, request.plan.steps)
-        self._next_step = request.first_step
+        self._root = catalog.root
+        self._planned = _planned(request, catalog)
         self._skipped = request.skipped
         self._early_releases.clear()
         self._statistics.begin(request.generation)
@@ -218,7 +219,6 @@ class Reader:
 
     def _forget_epoch(self) -> None:
         self._request = None
-        self._to_plan = iter(())
         self._by_group: dict[int, _Batch] = {}
         self._unplaced: collections.deque[_Batch] = collections.deque()
         self._unsent: collections.deque[_Batch] = collections.deque()
@@ -247,28 +247,19 @@ class Reader:
         ahead = len(self._unsent) + len(self._sent)
         limit = self._options.read_ahead_batches
         while opened < 2 * self._concurrency and (limit is None or ahead < limit):
-            entries = self._plan_next()
-            if entries is None:
+            planned = next(self._planned, None)
+            if planned is None:
                 self._planned_all = True
                 break
-            keys = Keys(*self._catalog.blob_at(entries))
             self._groups += 1
-            batch = _Batch(self._next_step - 1, self._groups, entries, keys)
+            batch = _Batch(self._groups, *planned)
             self._by_group[batch.group] = batch
             self._unplaced.append(batch)
             self._unsent.append(batch)
-            self._storage.measure(batch.group, self._catalog.root, keys)
-            opened += len(entries)
+            self._storage.measure(batch.group, self._root, batch.keys)
+            opened += len(batch.entries)
             ahead += 1
         return []
-
-    def _plan_next(self) -> Int64s | None:
-        assert self._request is not None
-        for entries in self._to_plan:
-            self._next_step += 1
-            if self._next_step - 1 not in self._request.delivered:
-                return entries
-        return None
 
     def _place(self) -> list[Outcome]:
         """Give room to measured batches, in order, and read them."""
@@ -276,13 +267,12 @@ class Reader:
             batch = self._unplaced[0]
             if batch.stage is not _Stage.MEASURED:
                 break
-            wanted = self._wanted(batch)
-            needed = arena.room_needed(wanted, self._alignment)
-            if needed > self._space.capacity:
-                return [self._fail(batch, self._too_large(needed))]
-            batch.room = arena.reserve_batch(self._space, wanted, self._alignment)
+            layout = arena.lay_out(self._wanted(batch), self._alignment)
+            if layout.length > self._space.capacity:
+                return [self._fail(batch, self._too_large(layout.length))]
+            batch.room = arena.reserve_batch(self._space, layout)
             if batch.room is None:
-                return self._wait_for_room(batch, needed)
+                return self._wait_for_room(batch, layout.length)
             self._blocked = False
             self._unplaced.popleft()
             self._fetch(batch)
@@ -300,11 +290,17 @@ class Reader:
         if batch.failures:
             ends = self._options.on_error == "raise"
             places = np.where((batch.sizes < 0) | ends, _NOT_WANTED, places)
-        part = self._options.part_bytes
-        batch.reads = int(((np.maximum(batch.sizes, 1) + part - 1) // part).sum())
+        batch.reads = self._reads(batch.sizes)
         batch.stage = _Stage.FETCHING
         self._fetching += batch.reads
         self._storage.fetch(batch.group, np.ascontiguousarray(places, np.int64))
+
+    def _reads(self, sizes: Int64s) -> int:
+        """Requests that the storage will make for objects of these sizes [reads]."""
+        part = self._options.part_bytes
+        if sizes.max(initial=0) <= part:
+            return len(sizes)
+        return int(((np.maximum(sizes, 1) + part - 1) // part).sum())
 
     def _wait_for_room(self, batch: _Batch, needed: int) -> list[Outcome]:
         """Say so, once, when only the trainer can make room."""
@@ -330,13 +326,12 @@ class Reader:
     def _finish(self) -> list[Outcome]:
         if self._unsent or not self._planned_all:
             return []
-        self._request = None
-        return [Ended(self._next_step)]
+        assert self._request is not None
+        steps, self._request = self._request.plan.steps, None
+        return [Ended(steps)]
 
     def _deliver(self, batch: _Batch) -> Outcome:
-        assert batch.room is not None
         skipped: list[Skipped] = []
-        keep = np.ones(len(batch.entries), bool)
         if batch.failures:
             first = batch.failures[min(batch.failures)]
             if self._options.on_error == "raise":
@@ -345,22 +340,31 @@ class Reader:
             if self._skipped > self._skip_budget():
                 return self._fail(batch, self._over_budget(first))
             skipped = [Skipped(e.key, e.cause) for _, e in sorted(batch.failures.items())]
-            keep[list(batch.failures)] = False
-            batch.room = self._give_back(batch.room, ~keep)
-        sizes = batch.sizes[keep]
-        places = batch.room.places[keep] if self._options.deliver else _nowhere(len(sizes))
-        arena.write_table(self._memory, batch.room, places, sizes, batch.entries[keep])
-        self._sent[batch.step] = batch.room
-        whole = batch.room.extents[0].length if len(batch.room.extents) == 1 else 0
+            self._leave_out(batch)
+        room, sizes = batch.room, batch.sizes
+        assert room is not None
+        places = room.places if self._options.deliver else _nowhere(len(sizes))
+        arena.write_table(self._memory, room, places, sizes, batch.entries)
+        self._sent[batch.step] = room
         return Ready(
             batch.step,
-            batch.room.table_at,
-            whole,
+            room.table_at,
+            room.extents[0].length if len(room.extents) == 1 else 0,
             len(sizes),
             int(sizes.sum()),
-            _names(batch.keys, keep),
+            Fingerprint.of(batch.hashes),
             skipped,
         )
+
+    def _leave_out(self, batch: _Batch) -> None:
+        """Shorten a batch by its samples that failed."""
+        assert batch.room is not None
+        keep = np.ones(len(batch.entries), bool)
+        keep[list(batch.failures)] = False
+        room = self._give_back(batch.room, ~keep)
+        batch.room = room._replace(places=room.places[keep])
+        batch.sizes, batch.entries = batch.sizes[keep], batch.entries[keep]
+        batch.hashes = batch.hashes[keep]
 
     def _give_back(self, room: Room, failed: np.ndarray) -> Room:
         """Free the extents of samples that failed after they had got room of their own."""
@@ -519,11 +523,27 @@ class ReaderCounts(NamedTuple):
         return cls(**head, latency=page[_HEAD:_COUNTS].copy())
 
 
-def _names(keys: Keys, keep: np.ndarray) -> Fingerprint:
-    if keep.all():
-        return fingerprint(keys.blob, keys.offsets)
-    kept = Keys.of([keys.key(int(i)) for i in np.flatnonzero(keep)])
-    return fingerprint(kept.blob, kept.offsets)
+def _planned(request: Request, catalog: Catalog) -> Iterator[tuple[int, Int64s, Keys, Hashes]]:
+    """The batches to read: their steps, entries, names and the names' hashes.
+
+    Names are looked up for some batches at once, because each look-up has a fixed cost; the first
+    batch alone, because the trainer waits for it.
+    """
+    steps = range(request.first_step, request.plan.steps)
+    batches = zip(steps, request.plan.batches(steps.start, steps.stop), strict=True)
+    missing = (batch for batch in batches if batch[0] not in request.delivered)
+    at_once = 1
+    while block := list(itertools.islice(missing, at_once)):
+        blob, offsets = catalog.blob_at(np.concatenate([entries for _, entries in block]))
+        hashes = name_hashes(blob, offsets)
+        first = 0
+        for step, entries in block:
+            last = first + len(entries)
+            start, end = int(offsets[first]), int(offsets[last])
+            keys = Keys(blob[start:end], offsets[first : last + 1] - start)
+            yield step, entries, keys, hashes[first:last]
+            first = last
+        at_once = max(1, _NAMES_AT_ONCE // len(block[0][1]))
 
 
 def _nowhere(samples: int) -> Int64s:

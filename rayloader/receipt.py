@@ -12,6 +12,8 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 _ORDER_BASE = 0xD1B54A32D192ED03
 _MASK = (1 << 64) - 1
 
+Hashes = npt.NDArray[np.uint64]
+
 
 class Fingerprint(NamedTuple):
     """A digest of names, composable over batches and ranks.
@@ -24,6 +26,12 @@ class Fingerprint(NamedTuple):
     content: int = 0
     order: int = 0
 
+    @classmethod
+    def of(cls, hashes: Hashes) -> Fingerprint:
+        """The fingerprint of names whose :func:`name_hashes` these are, in their order."""
+        powers = _powers(_ORDER_BASE, len(hashes))[::-1]
+        return cls(len(hashes), int(hashes.sum()), int((hashes * powers).sum()))
+
     def then(self, later: Fingerprint) -> Fingerprint:
         """The fingerprint of these names followed by ``later``'s."""
         shifted = self.order * pow(_ORDER_BASE, later.names, 1 << 64)
@@ -34,26 +42,21 @@ class Fingerprint(NamedTuple):
         )
 
 
-def fingerprint(blob: bytes | npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> Fingerprint:
-    """The fingerprint of names in their order.
+def name_hashes(blob: bytes, offsets: npt.NDArray[np.int64]) -> Hashes:
+    """A hash of each name, uint64 [n].
 
     Args:
         blob: all names' bytes behind one another.
         offsets: int64 [n + 1], name i is ``blob[offsets[i]:offsets[i + 1]]``; none is empty.
     """
-    count = len(offsets) - 1
-    if count == 0:
-        return Fingerprint()
+    if len(offsets) < 2:
+        return np.empty(0, np.uint64)
     starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
-    letters = np.frombuffer(blob, np.uint8)[offsets[0] : offsets[-1]].astype(np.uint64) + np.uint64(
-        1
-    )
+    letters = np.frombuffer(blob, np.uint8)[offsets[0] : offsets[-1]] + np.uint64(1)
     within = np.arange(len(letters)) - np.repeat(starts, lengths)
     powers = _powers(_MULTIPLIER, int(lengths.max()))
-    hashes: npt.NDArray[np.uint64] = np.add.reduceat(letters * powers[within], starts)
-    hashes = _mix(hashes + lengths.astype(np.uint64) * np.uint64(_MULTIPLIER))
-    order = (hashes * _powers(_ORDER_BASE, count)[::-1]).sum(dtype=np.uint64)
-    return Fingerprint(count, int(hashes.sum(dtype=np.uint64)), int(order))
+    hashes: Hashes = np.add.reduceat(letters * powers[within], starts)
+    return _mix(hashes + lengths.astype(np.uint64) * np.uint64(_MULTIPLIER))
 
 
 _POWERS: dict[int, npt.NDArray[np.uint64]] = {}

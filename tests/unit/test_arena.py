@@ -63,9 +63,10 @@ def test_a_new_space_can_hold_what_an_old_one_gave(pages, data):
 def test_samples_of_a_batch_are_aligned_apart_and_behind_the_table(sizes, alignment):
     sizes = np.array(sizes, np.int64)
     space = Space(200 * PAGE)
-    room = arena.reserve_batch(space, sizes, alignment)
+    layout = arena.lay_out(sizes, alignment)
+    room = arena.reserve_batch(space, layout)
     assert len(room.extents) == 1
-    assert room.length == arena.room_needed(sizes, alignment)
+    assert room.length == layout.length
     end = room.table_at + 24 * len(sizes)
     for place, size in zip(room.places, sizes, strict=True):
         if size:
@@ -81,7 +82,7 @@ def test_a_batch_lies_in_pieces_when_no_hole_is_large_enough():
     for block in blocks[::2]:
         space.release(block)
     sizes = np.array([PAGE, 0, 2 * PAGE], np.int64)
-    room = arena.reserve_batch(space, sizes, 64)
+    room = arena.reserve_batch(space, arena.lay_out(sizes, 64))
     assert len(room.extents) == 3
     recomputed = arena.pieces(room.table_at, room.places, sizes, 64)
     assert sorted(recomputed) == sorted(room.extents)
@@ -89,7 +90,8 @@ def test_a_batch_lies_in_pieces_when_no_hole_is_large_enough():
 
 def test_a_full_arena_gives_nothing_and_keeps_what_it_had():
     space = Space(4 * PAGE)
-    assert arena.reserve_batch(space, np.array([PAGE, PAGE, PAGE], np.int64), 64) is None
+    sizes = np.array([PAGE, PAGE, PAGE], np.int64)
+    assert arena.reserve_batch(space, arena.lay_out(sizes, 64)) is None
     assert space.free == 3 * PAGE
 
 
@@ -97,7 +99,7 @@ def test_a_full_arena_gives_nothing_and_keeps_what_it_had():
 def test_a_table_survives_the_arena(sizes):
     sizes = np.array(sizes, np.int64)
     memory = memoryview(bytearray(300 * PAGE))
-    room = arena.reserve_batch(Space(300 * PAGE), sizes, 64)
+    room = arena.reserve_batch(Space(300 * PAGE), arena.lay_out(sizes, 64))
     entries = np.arange(len(sizes)) * 7
     arena.write_table(memory, room, room.places, sizes, entries)
     table = arena.read_table(memory, room.table_at, len(sizes))

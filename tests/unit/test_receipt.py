@@ -5,14 +5,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayloader.receipt import Fingerprint, Receipt, Skipped, fingerprint, latency_quantile
+from rayloader.receipt import Fingerprint, Receipt, Skipped, latency_quantile, name_hashes
 
 NAMES = st.lists(st.binary(min_size=1, max_size=30), max_size=12)
 
 
 def of(names):
     offsets = np.cumsum([0, *map(len, names)])
-    return fingerprint(b"".join(names), offsets)
+    return Fingerprint.of(name_hashes(b"".join(names), offsets))
 
 
 @given(NAMES, st.data())
@@ -40,7 +40,7 @@ def test_a_name_is_not_confused_with_its_parts():
 
 def test_a_fingerprint_may_begin_in_the_middle_of_a_blob():
     whole = np.array([0, 3, 5, 9])
-    assert fingerprint(b"abcdefghi", whole[1:]) == of([b"de", b"fghi"])
+    assert Fingerprint.of(name_hashes(b"abcdefghi", whole[1:])) == of([b"de", b"fghi"])
 
 
 def test_a_receipt_turns_into_plain_json():
