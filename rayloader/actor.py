@@ -42,6 +42,7 @@ class ReaderActor:
         kept = scrubbed(os.environ)
         for name in set(os.environ) - set(kept):
             del os.environ[name]
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # a reader multiplies no matrices
         if cpus:
             os.sched_setaffinity(0, set(cpus) & _cpus_here() or _cpus_here())
         self._options = options
