@@ -30,6 +30,8 @@ from rayloader.launch import RUN_ID, scrubbed
 
 Loader: TypeAlias = Literal["rayloader", "torch-kept", "torch-respawned", "torch-in-process"]
 
+THREADS = "OMP_NUM_THREADS"
+"""Of torch: unless the user says otherwise, all ranks together have a thread per CPU."""
 END_SECONDS = 10.0
 """Ranks told to end have this long before they are killed [s]."""
 _STDERR_TAIL = 1500
@@ -310,6 +312,7 @@ def _start(task: Task, catalog_fd: int, run_id: str) -> _Rank:
 
 def _environment(environ: Mapping[str, str], task: Task, run_id: str) -> dict[str, str]:
     """The environment of a rank: what a launcher such as torchrun would set, and no other's."""
+    cpus = len(os.sched_getaffinity(0))
     return {
         **scrubbed(environ),
         RUN_ID: run_id,
@@ -317,6 +320,7 @@ def _environment(environ: Mapping[str, str], task: Task, run_id: str) -> dict[st
         "WORLD_SIZE": str(task.ranks),
         "LOCAL_RANK": str(task.rank),
         "LOCAL_WORLD_SIZE": str(task.ranks),
+        THREADS: environ.get(THREADS) or str(max(1, cpus // task.ranks)),
     }
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rayloader import __version__
-from rayloader.config import MIB
+from rayloader.config import MIB, Options
 from rayloader.errors import printable
 from rayloader.experiment.ranks import Loader
 from rayloader.experiment.read import EpochResult, LoaderResult, ReadJob, ReadResult
@@ -46,7 +46,7 @@ def parts(result: ReadResult) -> Iterator[RenderableType]:
     """What a person is shown, piece by piece."""
     yield Text(f"\n{heading(result)}\n", style="bold")
     yield ranks_table(result.loaders[0])
-    yield Text(f"\n{legend(result.loaders[0])}")
+    yield Text(f"\n{legend(result)}")
     if left_out := skipped(result.loaders[0]):
         yield Text("\n" + "\n".join(left_out))
     if result.job.compare:
@@ -104,32 +104,42 @@ def _compare(table: Table, result: ReadResult, each: Sequence[tuple[EpochResult,
 
 def heading(result: ReadResult) -> str:
     """What was read and how, in a line."""
-    job, options = result.job, result.job.options
+    job = result.job
     how = [
         f"{len(result.catalog):,} files",
-        f"{job.ranks} rank{'s' * (job.ranks > 1)} x batch {options.batch_size}",
-        f"concurrency {options.concurrency}",
-        f"{options.memory_bytes / MIB:,.0f} MiB per rank",
-        *(["nothing delivered"] if not options.deliver else []),
+        f"{job.ranks} rank{'s' * (job.ranks > 1)} x batch {job.options.batch_size}",
+        *(["nothing delivered"] if not job.options.deliver else []),
         *(["every byte looked at"] if job.touch else []),
         *([f"{job.compute_seconds * 1e3:g} ms compute per batch"] if job.compute_seconds else []),
     ]
     return f"rayloader {__version__}: " + ", ".join(how)
 
 
-def legend(result: LoaderResult) -> str:
-    """How the figures came about: what every rank has in common, and what the columns mean."""
-    receipts = [done.receipt for epoch in result.epochs for done in epoch.ranks]
+def legend(result: ReadResult) -> str:
+    """How rayloader's figures came about: what all ranks have in common; what columns mean."""
+    ours, options = result.loaders[0], result.job.options
+    receipts = [done.receipt for epoch in ours.epochs for done in epoch.ranks]
     engines = " and ".join(sorted({receipt["engine"] for receipt in receipts}))
     channels = " and ".join(sorted({receipt["channel"] for receipt in receipts}))
+    memory = min(receipt["memory_bytes"] for receipt in receipts)
     return (
-        f"Engine {engines}, channel {channels}. Before epoch 0: {result.start_seconds:.1f} s to "
-        f"start Ray and the readers.\n"
-        f"In the page cache before epoch 0: {cached(result.cached)}. GB = 10^9 bytes.\n"
+        f"Engine {engines}, channel {channels}, concurrency {options.concurrency}, "
+        f"{memory / MIB:,.0f} MiB per rank.\n"
+        f"Before epoch 0: {result.list_seconds:.1f} s to list the files, "
+        f"{ours.start_seconds:.1f} s to start Ray and the readers.\n"
+        f"In the page cache before epoch 0: {cached(ours.cached)}{_around(options)}. "
+        "GB = 10^9 bytes.\n"
         "first: epoch's start to first batch. gap: end of the epoch before to first batch.\n"
         "stall: waiting for batches. p50, p99: duration of a read.\n"
         "all: what all ranks read / (last rank's end - common start)."
     )
+
+
+def _around(options: Options) -> str:
+    """What is done about the page cache, if anything."""
+    if options.direct:
+        return "; read around it (O_DIRECT)"
+    return "; each file dropped from it before it is read" if options.drop_cache else ""
 
 
 def skipped(result: LoaderResult) -> list[str]:
