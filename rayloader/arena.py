@@ -223,8 +223,7 @@ def read_table(memory: memoryview, table_at: int, samples: int) -> Int64s:
         .copy()
     )
     starts, sizes = table[:, 0], table[:, 1]
-    inside = (starts >= HEADER_BYTES) & (sizes >= 0) & (starts + sizes <= len(memory))
-    if not np.all(inside | (starts == NOT_DELIVERED)):
+    if samples and not _inside(starts, sizes, len(memory)):
         raise ValueError(f"the table at {table_at} points outside the arena")
     return table
 
@@ -241,6 +240,14 @@ def gathered(table: Int64s, root: Bytes) -> tuple[Int64s, Bytes]:
         data[ends[row] - size : ends[row]] = root[start : start + size]
         table[row, 0] = ends[row] - size
     return table, data
+
+
+def _inside(starts: Int64s, sizes: Int64s, length: int) -> bool:
+    """Whether all samples lie in the arena, or none was delivered."""
+    if starts[0] == NOT_DELIVERED:
+        return bool((starts == NOT_DELIVERED).all())
+    fits = 0 <= int(sizes.min()) <= int(sizes.max()) <= length
+    return fits and int(starts.min()) >= HEADER_BYTES and int((starts + sizes).max()) <= length
 
 
 def pages(length: int) -> int:

@@ -70,7 +70,12 @@ class Batch:
         return self._data[place : place + self._sizes[index]]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self[index] for index in range(len(self)))
+        """Every sample in turn, made in one call where they lie one after the other."""
+        pieces = _pieces(self._places, self._sizes)
+        if pieces is None:
+            return (self[index] for index in range(len(self)))
+        rest = self._data.numel() - sum(pieces)
+        return iter(self._data.split_with_sizes([*pieces, rest])[1:-1:2])
 
     def __repr__(self) -> str:
         return (
@@ -314,6 +319,18 @@ class RankDataset(IterableDataset[Batch]):
             StateMismatch: it belongs to another catalog, seed or list, and says which.
         """
         self._loader.load_state(state)
+
+
+def _pieces(places: list[int], sizes: list[int]) -> list[int] | None:
+    """Lengths of gap, sample, gap, sample …; ``None`` where samples do not lie in their order."""
+    pieces = []
+    end = 0
+    for place, size in zip(places, sizes, strict=True):
+        if place < end:
+            return None
+        pieces += (place - end, size)
+        end = place + size
+    return pieces
 
 
 def _batch(delivery: Delivery, names: Catalog | None, epoch: int) -> Batch:

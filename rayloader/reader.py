@@ -81,7 +81,7 @@ class Failed(NamedTuple):
 
 
 class Blocked(NamedTuple):
-    """No batch can be placed until the trainer drops some; ``needed`` bytes are wanted."""
+    """No batch can be placed until the trainer drops some that it was sent; bytes are wanted."""
 
     step: int
     needed: int
@@ -164,8 +164,12 @@ class Reader:
         self._early_releases.clear()
         self._statistics.begin(request.generation)
 
-    def abandon(self) -> None:
-        """Leave the epoch: what the trainer has not taken is free again, what it holds stays."""
+    def abandon(self, taken: int = 0) -> None:
+        """Leave the epoch: what the trainer has not taken is free again, what it holds stays.
+
+        Args:
+            taken: how many batches of this epoch, in the order sent, the trainer has taken.
+        """
         for group, batch in self._by_group.items():
             self._storage.discard(group)
             if batch.room is not None:
@@ -173,19 +177,21 @@ class Reader:
         for batch in self._unsent:
             if batch.stage is _Stage.COMPLETE and batch.room is not None:
                 self._free(batch.room)
-        for room in self._sent.values():
-            self._free(room)
+        for table_at, (number, room) in self._sent.items():
+            if number < taken:
+                self._leased[table_at] = room
+            else:
+                self._free(room)
         self._forget_epoch()
 
-    def taken(self, step: int) -> None:
-        """The trainer has begun to hold the batch of this step."""
-        room = self._sent.pop(step, None)
-        if room is not None:
-            self._leased[room.table_at] = room
+    def taken(self, count: int) -> None:
+        """The trainer has taken so many batches of this epoch; it says so when that is bounded."""
+        self._taken = count
 
     def released(self, table_at: int) -> None:
         """The trainer has dropped the batch whose table is here."""
-        room = self._leased.pop(table_at, None)
+        _, room = self._sent.pop(table_at, (0, None))
+        room = room or self._leased.pop(table_at, None)
         if room is None:
             self._early_releases.add(table_at)
         else:
@@ -222,7 +228,8 @@ class Reader:
         self._by_group: dict[int, _Batch] = {}
         self._unplaced: collections.deque[_Batch] = collections.deque()
         self._unsent: collections.deque[_Batch] = collections.deque()
-        self._sent: dict[int, Room] = {}
+        self._sent: dict[int, tuple[int, Room]] = {}
+        self._sent_count = self._taken = 0
         self._fetching = 0
         self._planned_all = False
         self._blocked = False
@@ -244,7 +251,7 @@ class Reader:
     def _measure(self) -> list[Outcome]:
         """Open files ahead: enough to keep every read busy, no more descriptors than that."""
         opened = sum(len(batch.entries) for batch in self._unplaced)
-        ahead = len(self._unsent) + len(self._sent)
+        ahead = len(self._unsent) + self._sent_count - self._taken
         limit = self._options.read_ahead_batches
         while opened < 2 * self._concurrency and (limit is None or ahead < limit):
             planned = next(self._planned, None)
@@ -304,8 +311,7 @@ class Reader:
 
     def _wait_for_room(self, batch: _Batch, needed: int) -> list[Outcome]:
         """Say so, once, when only the trainer can make room."""
-        only_trainer = not (self._fetching or self._sent or self._quarantine or self._blocked)
-        if not only_trainer or self._unsent[0] is not batch:
+        if self._fetching or self._quarantine or self._blocked or self._unsent[0] is not batch:
             return []
         self._blocked = True
         return [Blocked(batch.step, needed)]
@@ -345,7 +351,8 @@ class Reader:
         assert room is not None
         places = room.places if self._options.deliver else _nowhere(len(sizes))
         arena.write_table(self._memory, room, places, sizes, batch.entries)
-        self._sent[batch.step] = room
+        self._sent[room.table_at] = (self._sent_count, room)
+        self._sent_count += 1
         return Ready(
             batch.step,
             room.table_at,

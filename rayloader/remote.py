@@ -174,7 +174,13 @@ class RemoteReader:
         assert memory is not None
         if options.channel != "ray":
             try:
-                return LocalChannel(address, memory, self._owned.catalog_fd, options.start_timeout)
+                return LocalChannel(
+                    address,
+                    memory,
+                    self._owned.catalog_fd,
+                    timeout=options.start_timeout,
+                    tell_taken=options.read_ahead_batches is not None,
+                )
             except OSError as unreachable:
                 if options.channel == "local":
                     raise ChannelError(

@@ -134,9 +134,16 @@ class LocalChannel:
 
     name = "local"
     _POLL_SECONDS = 1.0
+    _ROOM_SECONDS = 10.0
 
     def __init__(
-        self, address: str, memory: TrainerMemory, catalog_fd: int | None, timeout: float
+        self,
+        address: str,
+        memory: TrainerMemory,
+        catalog_fd: int | None,
+        *,
+        timeout: float,
+        tell_taken: bool,
     ) -> None:
         """Connect to a reader and hand it the arena and the catalog.
 
@@ -145,13 +152,16 @@ class LocalChannel:
             memory: the arena; what is held in it is announced to the reader.
             catalog_fd: a descriptor of the saved catalog, or ``None``.
             timeout: the reader must answer within this [s].
+            tell_taken: tell the reader of each batch taken, as a bounded read-ahead needs.
 
         Raises:
             OSError: the socket cannot be reached from here.
             ChannelError: who listens is not this user's reader.
         """
         self._memory = memory
-        self._generation = 0
+        self._generation = self._taken = 0
+        self._tell_taken = tell_taken
+        self._blocked: tuple[float, int, int] | None = None
         self._buffer = bytearray(PACKET_BYTES)
         self._view = memoryview(self._buffer)
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -176,8 +186,8 @@ class LocalChannel:
 
     def begin(self, generation: int) -> None:
         """What comes from now on belongs to this request."""
-        self._generation = generation
-        self._say(Kind.BEGIN, generation)
+        self._say(Kind.BEGIN, generation, self._taken)
+        self._generation, self._taken, self._blocked = generation, 0, None
 
     def receive(self, on_wait: Callable[[], None]) -> Delivery | Ended | Warned:
         """Wait for the next thing of this request."""
@@ -188,6 +198,7 @@ class LocalChannel:
                 continue
             match kind:
                 case Kind.READY:
+                    self._blocked = None
                     return self._take(fields, payload)
                 case Kind.ENDED:
                     return Ended(fields[1])
@@ -196,7 +207,7 @@ class LocalChannel:
                 case Kind.FAILED:
                     raise unpickled(payload)
                 case Kind.BLOCKED:
-                    self._wait_for_release(fields[2])
+                    self._blocked = (time.monotonic(), fields[2], self._memory.held_bytes)
                 case _:
                     raise ChannelError(f"a reader does not say {kind.name}")
 
@@ -265,6 +276,7 @@ class LocalChannel:
         ready = self._poll.poll(self._POLL_SECONDS * 1000)
         if not ready:
             self._process.require_running()
+            self._require_room()
             on_wait()
         elif all(fd == self._process.pidfd for fd, _ in ready):
             raise ReaderGone("the reader's process has died")
@@ -273,36 +285,37 @@ class LocalChannel:
         _, step, table_at, length, samples, nbytes, content, order = fields
         skipped = [Skipped(*pair) for pair in json.loads(payload)] if payload else []
         names = Fingerprint(samples, content % (1 << 64), order % (1 << 64))
+        memory = self._memory
         try:
-            table = arena.read_table(self._memory.memory, table_at, samples)
+            table = arena.read_table(memory.memory, table_at, samples)
         except ValueError as wrong:
             raise ChannelError(f"batch {step}: {wrong}") from wrong
         lo, hi = _span(table, table_at, length)
-        taken = hi - lo if length else int(table[:, 1].sum())
-        if 2 * (self._memory.held_bytes + taken) > self._memory.length:
-            table, data = arena.gathered(table, self._memory.root)
-            self._say(Kind.TAKEN, self._generation, step)
-            self._memory.release(table_at)
-            return Delivery(step, data, table, nbytes, names, skipped, private=True)
-        data = self._memory.lease(table_at, length, samples, lo, hi)
-        table[:, 0] = np.where(table[:, 0] == arena.NOT_DELIVERED, -1, table[:, 0] - lo)
-        self._say(Kind.TAKEN, self._generation, step)
-        return Delivery(step, data, table, nbytes, names, skipped, private=False)
+        private = 2 * (memory.held_bytes + (length or nbytes)) > memory.length
+        if private:
+            table, data = arena.gathered(table, memory.root)
+            memory.release(table_at)
+        else:
+            data = memory.lease(table_at, length, samples, lo, hi)
+            if samples and table[0, 0] != arena.NOT_DELIVERED:
+                table[:, 0] -= lo
+        self._taken += 1
+        if self._tell_taken:
+            self._say(Kind.TAKEN, self._taken)
+        return Delivery(step, data, table, nbytes, names, skipped, private)
 
-    def _wait_for_release(self, needed: int) -> None:
-        """The reader has no room: whoever holds batches must drop some, in another thread."""
+    def _require_room(self) -> None:
+        """Whoever holds batches must drop some, maybe in another thread; but not for ever."""
+        if self._blocked is None:
+            return
+        since, needed, held_then = self._blocked
         held = self._memory.held_bytes
-        deadline = time.monotonic() + self._ROOM_SECONDS
-        while self._memory.held_bytes == held:
-            if time.monotonic() > deadline:
-                raise BatchTooLarge(
-                    f"the next batch needs {needed:,} bytes in one piece and the batches still "
-                    f"held take {held:,} of {self._memory.length:,}: drop or clone() them, or "
-                    f"set memory_bytes to at least {2 * (held + needed):,}"
-                )
-            time.sleep(0.001)
-
-    _ROOM_SECONDS = 10.0
+        if held == held_then and time.monotonic() - since > self._ROOM_SECONDS:
+            raise BatchTooLarge(
+                f"the next batch needs {needed:,} bytes in one piece and the batches still "
+                f"held take {held:,} of {self._memory.length:,}: drop or clone() them, or "
+                f"set memory_bytes to at least {2 * (held + needed):,}"
+            )
 
 
 def _span(table: Int64s, table_at: int, length: int) -> tuple[int, int]:

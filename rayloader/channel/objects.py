@@ -11,7 +11,7 @@ import numpy as np
 from rayloader.arena import Int64s
 from rayloader.channel import Delivery, ReaderGone, ReaderProcess
 from rayloader.channel.serve import Fetched
-from rayloader.errors import BatchTooLarge, ChannelError
+from rayloader.errors import ChannelError
 from rayloader.reader import Blocked, Ended, Failed, ReaderCounts, Ready, Warned
 
 
@@ -77,8 +77,8 @@ class RayChannel:
                 raise error
             case Ended() | Warned() as outcome:
                 return outcome
-            case Blocked(_, needed):
-                raise BatchTooLarge(f"the next batch needs {needed:,} bytes; raise memory_bytes")
+            case Blocked():
+                raise ChannelError("a reader is never blocked by what is fetched at once")
 
     def counts(self) -> ReaderCounts | None:
         """What came with the last outcome."""

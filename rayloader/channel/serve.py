@@ -29,7 +29,7 @@ from rayloader.channel.wire import (
     unpack,
 )
 from rayloader.errors import ChannelError
-from rayloader.reader import Outcome, Reader, Ready, Request
+from rayloader.reader import Blocked, Outcome, Reader, Ready, Request
 
 
 class Link(Protocol):
@@ -69,7 +69,8 @@ class ReaderLoop:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._waiting: tuple[Request, Catalog] | None = None
-        self._generation = 0
+        self.generation = 0
+        """Of the request that is under way."""
 
     def call(self, action: Callable[[], None]) -> None:
         """Have ``action`` run by the loop; from any thread."""
@@ -92,7 +93,7 @@ class ReaderLoop:
             while self._calls:
                 self._calls.popleft()()
             self._start()
-            self._link.send(self._generation, self._reader.advance())
+            self._link.send(self.generation, self._reader.advance())
 
     def _wait(self) -> None:
         poll = select.poll()
@@ -106,7 +107,7 @@ class ReaderLoop:
             os.eventfd_read(self._wake)
 
     def _accept(self, request: Request, catalog: Catalog) -> None:
-        if request.generation > self._generation:
+        if request.generation > self.generation:
             self._waiting = (request, catalog)
 
     def _start(self) -> None:
@@ -114,7 +115,7 @@ class ReaderLoop:
             return
         request, catalog = self._waiting
         self._waiting = None
-        self._generation = request.generation
+        self.generation = request.generation
         self._reader.begin(request, catalog)
 
 
@@ -177,7 +178,7 @@ class SocketLink:
     def _obey(self, reader: Reader, kind: Kind, fields: tuple[int, ...]) -> None:
         match kind:
             case Kind.TAKEN:
-                reader.taken(fields[1])
+                reader.taken(fields[0])
             case Kind.RELEASED:
                 reader.released(fields[0])
             case Kind.HELD:
@@ -185,7 +186,7 @@ class SocketLink:
             case Kind.BEGIN:
                 self._said = fields[0]
                 self._unsent.clear()
-                reader.abandon()
+                reader.abandon(fields[1])
             case Kind.CONCURRENCY:
                 reader.set_concurrency(fields[0])
             case _:
@@ -262,9 +263,14 @@ class QueueLink:
         return True
 
     def send(self, generation: int, outcomes: list[Outcome]) -> None:
-        """Keep the outcomes until they are fetched."""
+        """Keep the outcomes until they are fetched.
+
+        A fetched batch leaves the arena at once, so nobody needs to hear that the reader is blocked.
+        """
         with self._arrived:
             for outcome in outcomes:
+                if isinstance(outcome, Blocked):
+                    continue
                 self._outcomes[self._next] = outcome
                 self._next += 1
             if outcomes:
@@ -288,8 +294,9 @@ class QueueLink:
         table, data = _copied_out(self._memory, outcome)
 
         def give_back() -> None:
-            reader.taken(outcome.step)
-            reader.released(outcome.table_at)
+            if loop.generation == generation:  # else its room is free already
+                reader.taken(index + 1)
+                reader.released(outcome.table_at)
 
         loop.call(give_back)
         return Fetched(outcome, table, data, page.copy())

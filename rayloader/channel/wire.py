@@ -4,11 +4,12 @@ An abstract Unix SEQPACKET socket. The reader listens, the trainer connects and 
 so that what the trainer holds outlives a reader::
 
     trainer → reader   HELLO (arena and catalog as descriptors) · HELD* · BEGIN
-                       TAKEN a batch · RELEASED a batch · CONCURRENCY
+                       RELEASED a batch · TAKEN batches (if read-ahead is bounded) · CONCURRENCY
     reader → trainer   WELCOME · READY · BLOCKED · WARNED · FAILED · ENDED · CRASHED
 
 What is to be read travels as an actor method call; BEGIN with the same generation says that
-everything the trainer said before belongs to an older epoch. Both ends trust only the same user
+everything the trainer said before belongs to an older epoch, and how many batches of that epoch
+the trainer took: what else was sent, it will never look at. Both ends trust only the same user
 (SO_PEERCRED), and both notice the other's death by the socket's end *and* by a pidfd: a process
 forked by the trainer keeps the socket open.
 """

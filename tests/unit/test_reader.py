@@ -36,7 +36,7 @@ class Trainer:
         self.memory = memoryview(bytearray(self.options.memory_bytes))
         self.storage.attach(self.memory)
         self.reader = Reader(self.storage, self.memory, self.options)
-        self.generation = 0
+        self.generation = self.taken = 0
         self.seen: list = []
 
     def __enter__(self):
@@ -50,7 +50,9 @@ class Trainer:
         return EpochPlan(len(self.catalog), Shard(), size, shuffle=False, **more)
 
     def begin(self, plan=None, **more):
+        self.reader.abandon(self.taken)
         self.generation += 1
+        self.taken = 0
         self.seen = []
         plan = plan or self.plan()
         self.reader.begin(Request(self.generation, 0, 0, plan, **more), self.catalog)
@@ -80,8 +82,12 @@ class Trainer:
         return names
 
     def drop(self, ready):
-        self.reader.taken(ready.step)
+        self.take(ready)
         self.reader.released(ready.table_at)
+
+    def take(self, ready):
+        self.taken += 1
+        self.reader.taken(self.taken)
 
     def read(self):
         """Names of each batch until the end, dropping each at once."""
@@ -171,7 +177,7 @@ def test_a_full_arena_waits_for_the_trainer_and_says_so_once():
     with Trainer(objects(9, 9 * PAGE), memory_bytes=32 * PAGE) as trainer:
         trainer.begin()
         held = trainer.outcome()
-        trainer.reader.taken(held.step)
+        trainer.take(held)
         blocked = trainer.outcome()
         assert isinstance(blocked, Blocked)
         assert blocked.step == 1
@@ -244,9 +250,9 @@ def test_what_a_trainer_holds_is_not_overwritten_by_the_next_reader():
         trainer.begin()
         held = [trainer.outcome() for _ in range(3)]
         for ready in held:
-            trainer.reader.taken(ready.step)
+            trainer.take(ready)
         successor = Reader(trainer.storage, trainer.memory, trainer.options)
-        trainer.reader.abandon()
+        trainer.reader.abandon(trainer.taken)
         successor.released(held[2].table_at)  # dropped before it was announced
         for ready in held:
             successor.hold(ready.table_at, ready.length, ready.samples)
@@ -298,10 +304,12 @@ def test_whatever_the_trainer_does_it_gets_every_sample_whole_and_the_arena_back
                 trainer.reader.released(ready.table_at)
                 choice = 0
             outcome = trainer.outcome()
+            while isinstance(outcome, Blocked):
+                outcome = trainer.outcome()
             if isinstance(outcome, Ended):
                 break
             assert isinstance(outcome, Ready), outcome
-            trainer.reader.taken(outcome.step)
+            trainer.take(outcome)
             names = trainer.keys(outcome)
             held.append((outcome, names))
             got.append(names)
