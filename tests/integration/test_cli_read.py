@@ -15,7 +15,7 @@ import pytest
 
 from rayloader.catalog import Catalog
 from rayloader.plan import EpochPlan, Shard
-from rayloader.receipt import Receipt, fingerprint
+from rayloader.receipt import Fingerprint, Receipt, name_hashes
 from tests.census import Census
 
 RAYLOADER = "from rayloader.cli import main; main()"
@@ -85,8 +85,9 @@ def test_every_epoch_of_every_rank_is_what_its_plan_says(compared, directory):
     for epoch in ours["epochs"]:
         for receipt in epoch["receipts"]:
             plan = EpochPlan(FILES, Shard(receipt["rank"], 2), 8, receipt["epoch"], seed=5)
-            order = fingerprint(*catalog.blob_at(np.concatenate(list(plan.batches()))))
-            assert receipt["order_hash"] == f"{order.order:016x}"
+            entries = np.concatenate(list(plan.batches()))
+            order = Fingerprint.of(name_hashes(*catalog.blob_at(entries))).order
+            assert receipt["order_hash"] == f"{order:016x}"
             assert (receipt["files"], receipt["bytes"]) == (FILES // 2, FILES // 2 * SIZE)
             assert set(receipt) == {field.name for field in dataclasses.fields(Receipt)}
 
