@@ -55,11 +55,12 @@ class SlowMount:
         self.errors: dict[bytes, list[int]] = {}
         """Name → numbers that its next reads fail with, one each."""
         self.open_errors: dict[bytes, list[int]] = {}
-        self.in_flight = self.peak = 0
+        self.most = 1 << 20
+        """Bytes per answer: a read of more is cut short."""
         self._names = [b""]
         self._nodes = {b"": 1}
         self._held: list[tuple[bytes, int, bytes]] = []
-        self._due: list[tuple[float, int, int, bytes]] = []
+        self._due: list[tuple[float, int, int, bytes, int]] = []
         self._order = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
@@ -77,7 +78,7 @@ class SlowMount:
             self.stuck.discard(name)
             for held in [held for held in self._held if held[0] == name]:
                 self._held.remove(held)
-                heapq.heappush(self._due, (0.0, next(self._order), held[1], held[2]))
+                heapq.heappush(self._due, (0.0, next(self._order), held[1], held[2], 0))
             self._changed.notify()
 
     def close(self) -> None:
@@ -170,26 +171,20 @@ class SlowMount:
     def _read(self, unique: int, name: bytes, body: bytes) -> None:
         _, offset, size = struct.unpack_from("<QQI", body)
         wrong = self.errors.get(name)
-        with self._changed:
-            self.in_flight += 1
-            self.peak = max(self.peak, self.in_flight)
         if wrong:
-            self._later(self.latency, unique, b"", wrong.pop(0), read=True)
+            self._later(self.latency, unique, b"", wrong.pop(0))
             return
-        data = self.files.get(name, b"")[offset : offset + size]
+        data = self.files.get(name, b"")[offset : offset + min(size, self.most)]
         with self._changed:
             if name in self.stuck:
                 self._held.append((name, unique, data))
-                self.in_flight -= 1
                 return
-        self._later(self.latency, unique, data, read=True)
+        self._later(self.latency, unique, data)
 
-    def _later(
-        self, seconds: float, unique: int, data: bytes, error: int = 0, *, read: bool = False
-    ) -> None:
+    def _later(self, seconds: float, unique: int, data: bytes, error: int = 0) -> None:
         with self._changed:
             due = time.monotonic() + seconds
-            heapq.heappush(self._due, (due, next(self._order), unique, (data, error, read)))
+            heapq.heappush(self._due, (due, next(self._order), unique, data, error))
             self._changed.notify()
 
     def _answer_due(self) -> None:
@@ -199,9 +194,7 @@ class SlowMount:
                     self._changed.wait(self._due[0][0] - time.monotonic() if self._due else None)
                 if self._closed:
                     return
-                _, _, unique, answer = heapq.heappop(self._due)
-                data, error, read = answer if isinstance(answer, tuple) else (answer, 0, False)
-                self.in_flight -= read
+                _, _, unique, data, error = heapq.heappop(self._due)
             with contextlib.suppress(OSError):
                 self._send(unique, data, error)
 

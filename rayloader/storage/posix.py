@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import weakref
 from typing import Any, Protocol
 
 import numpy as np
@@ -119,6 +120,8 @@ class PosixStorage:
             drop_cache=spec.drop_cache,
             fd_budget=fd_budget,
         )
+        # Also without close, and when the interpreter ends: threads must not outlive their owner.
+        self._end = weakref.finalize(self, self._core.close, CLOSE_GRACE)
 
     def fileno(self) -> int:
         """See ``BulkReader``."""
@@ -171,7 +174,7 @@ class PosixStorage:
 
     def close(self) -> None:
         """See ``BulkReader``. Idempotent."""
-        left = self._core.close(CLOSE_GRACE)
+        left = self._end()
         self._measured.clear()
         self._fetching.clear()
         if left:
@@ -240,25 +243,27 @@ def _within_descriptors(concurrency: int) -> tuple[int, int]:
 
 def _cpus() -> int:
     """CPUs that this process may use: its mask, and its cgroup's quota."""
-    return max(1, min(len(os.sched_getaffinity(0)), _cgroup_cpus("/sys/fs/cgroup")))
-
-
-def _cgroup_cpus(mount: str) -> int:
-    """The least CPU quota from this process's cgroup (v2) up to the root, rounded up."""
-    least = 1 << 20
+    cgroup = ""
     try:
         with open("/proc/self/cgroup") as lines:
-            path = next(line.rstrip("\n").partition("::")[2] for line in lines if "::" in line)
-    except (OSError, StopIteration):
-        return least
+            cgroup = next((line.strip()[3:] for line in lines if line.startswith("0::")), "")
+    except OSError:
+        pass  # no /proc, no quota that we know of
+    quota = cgroup_cpus("/sys/fs/cgroup", cgroup)
+    return max(1, min(len(os.sched_getaffinity(0)), quota))
+
+
+def cgroup_cpus(mount: str, cgroup: str) -> int:
+    """The least CPU quota from a cgroup (v2) up to the root, rounded up [CPUs]."""
+    least = 1 << 20
     while True:
         try:
-            with open(f"{mount}{path}/cpu.max") as file:
+            with open(f"{mount}{cgroup}/cpu.max") as file:
                 quota, period = file.read().split()
             if quota != "max":
                 least = min(least, -(-int(quota) // int(period)))
         except (OSError, ValueError):
             pass  # the root has no such file; a container may hide the others
-        if path in ("", "/"):
+        if cgroup in ("", "/"):
             return least
-        path = os.path.dirname(path)
+        cgroup = os.path.dirname(cgroup)
