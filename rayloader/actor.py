@@ -116,6 +116,7 @@ class ReaderActor:
 
     def _serve_locally(self, listener: socket.socket) -> None:
         from rayloader.channel import serve
+        from rayloader.errors import RayloaderError
 
         deadline = time.monotonic() + self._options.start_timeout
         try:
@@ -125,7 +126,11 @@ class ReaderActor:
         finally:
             listener.close()
         link = serve.SocketLink(trainer.connection, trainer.pid)
-        link.welcome(self._build(trainer.memory, trainer.catalog, link))
+        try:
+            link.welcome(self._build(trainer.memory, trainer.catalog, link))
+        except RayloaderError as error:
+            link.refuse(error)
+            raise
         assert self._loop is not None
         try:
             self._loop.run()

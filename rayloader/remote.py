@@ -14,7 +14,13 @@ from rayloader.channel import Channel, Delivery, ReaderGone, ReaderProcess
 from rayloader.channel.local import LocalChannel, TrainerMemory
 from rayloader.channel.objects import RayChannel
 from rayloader.config import MIB, PAGE, Options
-from rayloader.errors import ChannelError, ClusterError, PlacementFailed, ReaderLost
+from rayloader.errors import (
+    ChannelError,
+    ClusterError,
+    PlacementFailed,
+    RayloaderError,
+    ReaderLost,
+)
 from rayloader.launch import Launch
 from rayloader.reader import Ended, ReaderCounts, Request, Warned
 
@@ -155,6 +161,8 @@ class RemoteReader:
         except ray.exceptions.RayActorError as died:
             raise ReaderLost(f"the reader died while starting: {_cause(died)}") from died
         except ray.exceptions.RayTaskError as failed:
+            if isinstance(failed.cause, RayloaderError):
+                raise failed.cause from None
             raise ReaderLost(f"the reader could not start: {_cause(failed)}") from failed
         self.name, self.welcome = channel.name, channel.welcome
 

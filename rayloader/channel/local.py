@@ -244,6 +244,8 @@ class LocalChannel:
         self._connection.sendmsg([hello], [rights])
         packet = self._connection.recv(PACKET_BYTES)
         kind, _, payload = unpack(packet)
+        if kind is Kind.FAILED:
+            raise unpickled(payload)
         if kind is not Kind.WELCOME:
             raise ChannelError(f"the reader answered {kind.name} to HELLO")
         welcome: dict[str, Any] = json.loads(payload)

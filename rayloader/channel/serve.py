@@ -26,9 +26,10 @@ from rayloader.channel.wire import (
     pack,
     pack_outcome,
     peer,
+    pickled,
     unpack,
 )
-from rayloader.errors import ChannelError
+from rayloader.errors import ChannelError, RayloaderError
 from rayloader.reader import Blocked, Outcome, Reader, Ready, Request
 
 
@@ -132,6 +133,11 @@ class SocketLink:
     def welcome(self, facts: dict[str, Any]) -> None:
         """Tell the trainer that the reader is there, and what it is."""
         self._connection.send(pack(Kind.WELCOME, payload=json.dumps(facts).encode()))
+
+    def refuse(self, error: RayloaderError) -> None:
+        """Tell the trainer, instead of welcoming it, why there is no reader."""
+        with contextlib.suppress(OSError):
+            self._connection.send(pack(Kind.FAILED, payload=pickled(error)))
 
     def last_words(self, text: str) -> None:
         """Tell the trainer why the reader ends."""
@@ -265,7 +271,7 @@ class QueueLink:
     def send(self, generation: int, outcomes: list[Outcome]) -> None:
         """Keep the outcomes until they are fetched.
 
-        A fetched batch leaves the arena at once, so nobody needs to hear that the reader is blocked.
+        A fetched batch leaves the arena at once, so nobody need hear that the reader is blocked.
         """
         with self._arrived:
             for outcome in outcomes:

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, TypeAlias, cast
 
+import rayloader
 from rayloader.config import Options
 from rayloader.errors import RayloaderError
 from rayloader.launch import RUN_ID, scrubbed
@@ -288,8 +289,8 @@ def _start(task: Task, catalog_fd: int, run_id: str) -> _Rank:
     output = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115 (closed with its rank)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rayloader.experiment.consumer", str(theirs.fileno()),
-             str(catalog_fd)],
+            [sys.executable, "-P", "-m", "rayloader.experiment.consumer",
+             str(theirs.fileno()), str(catalog_fd)],
             pass_fds=(theirs.fileno(), catalog_fd),
             env=_environment(os.environ, task, run_id),
             stdin=subprocess.DEVNULL,
@@ -311,10 +312,16 @@ def _start(task: Task, catalog_fd: int, run_id: str) -> _Rank:
 
 
 def _environment(environ: Mapping[str, str], task: Task, run_id: str) -> dict[str, str]:
-    """The environment of a rank: what a launcher such as torchrun would set, and no other's."""
+    """The environment of a rank: what a launcher such as torchrun would set, and no other's.
+
+    It imports this same rayloader, whatever lies in the current directory.
+    """
+    here = os.path.dirname(os.path.dirname(os.path.abspath(rayloader.__file__)))
+    paths = [os.path.abspath(path) for path in environ.get("PYTHONPATH", "").split(":") if path]
     cpus = len(os.sched_getaffinity(0))
     return {
         **scrubbed(environ),
+        "PYTHONPATH": ":".join([here, *paths]),
         RUN_ID: run_id,
         "RANK": str(task.rank),
         "WORLD_SIZE": str(task.ranks),

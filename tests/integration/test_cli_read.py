@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 import numpy as np
 import pytest
 
+import rayloader
 from rayloader.catalog import Catalog
 from rayloader.plan import EpochPlan, Shard
 from rayloader.receipt import Fingerprint, Receipt, name_hashes
@@ -203,3 +205,17 @@ def test_a_terminal_shows_every_rank_as_it_goes(census, directory):
     assert b"rank 1, epoch 0" in seen
     assert b" in flight" in seen
     assert b"all: what all ranks read" in seen
+
+
+@pytest.mark.parametrize("channel", ["local", "ray"])
+def test_a_reader_that_cannot_be_made_says_why(census, directory, tmp_path, channel, monkeypatch):
+    """Here: the package without its C extension, and an option that insists on it."""
+    monkeypatch.chdir(tmp_path)
+    package = os.path.dirname(rayloader.__file__)
+    without = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(package, tmp_path / "rayloader", ignore=without)
+    words = (directory, "--engine", "native", "--channel", channel)
+    status, out, err = ended(started(census, *words, PYTHONPATH=str(tmp_path)))
+    assert (status, out) == (2, "")
+    assert err.startswith("rayloader: engine='native' needs the C extension")
+    assert len(err.splitlines()) == 1
