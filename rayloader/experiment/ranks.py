@@ -33,6 +33,8 @@ Loader: TypeAlias = Literal["rayloader", "torch-kept", "torch-respawned", "torch
 
 THREADS = "OMP_NUM_THREADS"
 """Of torch: unless the user says otherwise, all ranks together have a thread per CPU."""
+LEAVE_SECONDS = 30.0
+"""A rank that has closed its pipe must have ended within this [s]."""
 END_SECONDS = 10.0
 """Ranks told to end have this long before they are killed [s]."""
 _STDERR_TAIL = 1500
@@ -248,7 +250,7 @@ class _Rank:
             RayloaderError: it did not end by itself with status 0.
         """
         try:
-            status = self._process.wait(END_SECONDS)
+            status = self._process.wait(LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
             raise RayloaderError(
                 f"rank {self.number} has finished but does not end (process {self._process.pid})"
