@@ -323,7 +323,7 @@ class RankDataset(IterableDataset[Batch]):
 
 def _pieces(places: list[int], sizes: list[int]) -> list[int] | None:
     """Lengths of gap, sample, gap, sample …; ``None`` where samples do not lie in their order."""
-    pieces = []
+    pieces: list[int] = []
     end = 0
     for place, size in zip(places, sizes, strict=True):
         if place < end:
