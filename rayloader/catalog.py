@@ -93,6 +93,8 @@ class Catalog:
         self.sizes = sizes
         self.checksums = checksums
         self.extra = dict(extra or {})
+        self.metadata_ops = 0
+        """Made by this process to list and stat: directories opened and read, files looked up."""
         self._file: _Descriptor | None = None
         for name, column in ((_SIZE, sizes), (_CHECKSUM, checksums)):
             if column is not None and len(column) != len(self.keys):
@@ -252,7 +254,9 @@ class Catalog:
     def with_sizes(self, progress: Progress | None = None) -> Catalog:
         """This catalog with the size of every regular file that can be looked up, -1 otherwise."""
         sizes = _look_up_sizes(self, Ticker(progress))
-        return Catalog(self.root, self.keys, sizes, self.checksums, self.extra)
+        sized = Catalog(self.root, self.keys, sizes, self.checksums, self.extra)
+        sized.metadata_ops = self.metadata_ops + len(self)
+        return sized
 
     def save(self, path: Path) -> None:
         """Write an Arrow IPC file, uncompressed, under a temporary name that is then changed.
@@ -331,7 +335,10 @@ class Catalog:
 
     @classmethod
     def _listed(cls, root: bytes, pattern: bytes | None, ticker: Ticker) -> Catalog:
-        return cls(_absolute(root), _sorted_keys(PosixLister(pattern).list(root), ticker))
+        lister = PosixLister(pattern)
+        catalog = cls(_absolute(root), _sorted_keys(lister.list(root), ticker))
+        catalog.metadata_ops = lister.metadata_ops
+        return catalog
 
     @classmethod
     def _of_descriptor(cls, descriptor: _Descriptor, name: str, beside: bytes) -> Catalog:

@@ -84,6 +84,8 @@ class Loader:
         self._remote: RemoteReader | None = None
         self._generation = 0
         self._ended_at: float | None = None
+        self._listing_ops = 0
+        """Made to list the source, and not yet on a receipt [operations]."""
         self._pid = os.getpid()
         self._lock = threading.RLock()
 
@@ -268,13 +270,17 @@ class Loader:
 
     def _list(self) -> Catalog:
         """List the source; of the ranks on a node one does, and all share what it found."""
+
+        def listed() -> Catalog:
+            catalog = Catalog.from_source(self.source)
+            self._listing_ops = catalog.metadata_ops
+            return catalog
+
         name = _shared_name(self.source)
         if name is None or self.launch.run_id is None or self.launch.local_world_size == 1:
-            return Catalog.from_source(self.source)
+            return listed()
         guardian = cluster.guardian(self.launch.run_id, timeout=self.options.start_timeout)
-        fd = guardian.shared(
-            name, lambda: Catalog.from_source(self.source).to_fd(), _LISTING_SECONDS
-        )
+        fd = guardian.shared(name, lambda: listed().to_fd(), _LISTING_SECONDS)
         try:
             return Catalog.from_fd(fd)
         finally:
@@ -329,6 +335,7 @@ class Loader:
             )
         run = Run(upcoming, self._plan(upcoming), self.catalog, self.shard, self.options)
         run.gap_from = self._ended_at
+        run.listing_ops, self._listing_ops = self._listing_ops, 0
         # What an iterator began is not begun again by the next one.
         self._upcoming = Upcoming(upcoming.epoch, upcoming.files, upcoming.fixed_steps)
         self._run, self._left = run, None
@@ -464,6 +471,7 @@ class Run:
         self.started_at = time.perf_counter()
         self.ended_at: float | None = None
         self.gap_from: float | None = None
+        self.listing_ops = 0
         self._ordered = options.ordered
         self._step = upcoming.step
         self._delivered = set(upcoming.delivered)
@@ -543,6 +551,7 @@ class Run:
             "metadata_ops_before_clock",
         ):
             setattr(receipt, name, sum(getattr(count, name) for count in known))
+        receipt.metadata_ops_before_clock += self.listing_ops
         receipt.cpu_reader = sum(count.cpu_ns for count in known) / 1e9
         receipt.peak_in_flight = max((count.peak_in_flight for count in known), default=0)
         if receipt.seconds > 0:

@@ -145,6 +145,8 @@ class Receipt:
     bytes_before_clock: int = 0
     """Bytes that came from the storage between the epoch before and this clock [bytes]."""
     metadata_ops_before_clock: int = 0
+    """Opens, stats and listings before the clock: of the source too, on the first receipt of the
+    rank that listed it [operations]."""
     """Opens, stats and HEADs in that time."""
     direct_bytes: int = 0
     """Bytes read with O_DIRECT [bytes]."""

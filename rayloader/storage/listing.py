@@ -32,6 +32,8 @@ class PosixLister:
     def __init__(self, pattern: bytes | None = None) -> None:
         self._filter = _Glob(_ANY_DEPTH if pattern is None else os.fsdecode(pattern))
         self._everything = pattern is None
+        self.metadata_ops = 0
+        """Directories opened and read so far [operations]."""
 
     def list(self, root: bytes) -> Iterator[tuple[bytes, int]]:
         """Yield (key relative to root, -1), in no particular order.
@@ -42,6 +44,7 @@ class PosixLister:
         todo: _Pending = [(b"", None, self._filter.start)]
         while todo:
             prefix, above, states = todo.pop()
+            self.metadata_ops += 2
             here = _Chain(_identity(root, prefix), above)
             if above is not None and here.is_loop():
                 continue
