@@ -412,9 +412,9 @@ static bool given_up(const worker *w, const group *g)
 /* No run is about the file: whoever holds the lock may close it, and it is reopened when read. */
 static bool rests(const group *g, int64_t i)
 {
-    if (g->files[i].fd < 0 || !atomic_load(&g->files[i].at_rest))
+    if (g->stage == FETCHING && (i < g->cursor || (i == g->cursor && g->part > 0)))
         return false;
-    return g->stage != FETCHING || i > g->cursor || (i == g->cursor && g->part == 0);
+    return atomic_load(&g->files[i].at_rest) && g->files[i].fd >= 0;
 }
 
 /* Closes the resting files of the group that will be fetched last. True if there was one. */
