@@ -339,8 +339,20 @@ def _require_writable(path: str) -> None:
 
 
 def _one_or_many(source: tuple[str, ...]) -> str | list[str]:
-    """One name may be anything; several, as a shell makes of a glob, are files."""
-    return source[0] if len(source) == 1 else list(source)
+    """One name may be anything; several, as a shell makes of a glob, are files.
+
+    Raises:
+        OptionError: one of several is a directory.
+    """
+    if len(source) == 1:
+        return source[0]
+    for name in source:
+        if os.path.isdir(name):
+            raise OptionError(
+                f"{printable(name)} is a directory, and only one of {len(source)} sources: give "
+                "one directory, a quoted glob, or files"
+            )
+    return list(source)
 
 
 def _console(stderr: bool) -> Console:

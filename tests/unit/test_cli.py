@@ -129,6 +129,7 @@ def test_generate_then_catalog_then_the_catalog_again(rayloader, tmp_path):
         (["read", "{tmp}/some", "--no-deliver", "--compare", "torch"], "compare needs the bytes"),
         (["read", "{tmp}/some", "--json", "{tmp}/no/where.json"], "where.json cannot be written"),
         (["read", "{tmp}/some", "--json", "{tmp}/empty"], "empty cannot be written"),
+        (["read", "{tmp}/some", "{tmp}/empty"], "some is a directory, and only one of 2 sources"),
         (["read"], "Missing argument 'SRC...'"),
         (["generate", "{tmp}/some", "--files", "3", "--size", "9"], "not generated there"),
         (["catalog", "{tmp}/some", "-o", "{tmp}/no/where.arrow"], "cannot be saved"),
