@@ -24,7 +24,8 @@ def rayloader(monkeypatch, capsys):
 
 def job(*arguments):
     """The job that a ``read`` command line describes."""
-    context = cli.read_command.make_context("read", [*map(str, arguments)])
+    above = click.Context(cli.cli, info_name="rayloader", **cli.cli.context_settings)
+    context = cli.read_command.make_context("read", [*map(str, arguments)], parent=above)
     given = {name: it for name, it in context.params.items() if name != "json"}
     return cli._job(cli._one_or_many(given.pop("source")), given)
 
