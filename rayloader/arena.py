@@ -15,6 +15,7 @@ A sample that was read and dropped (``deliver=False``) has the place -1.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import fcntl
 import mmap
 import os
@@ -31,6 +32,8 @@ TABLE_COLUMNS = 3
 NOT_DELIVERED = -1
 """Place of a sample whose bytes were dropped in the reader."""
 
+_POPULATED_BYTES = 128 << 20
+_MADV_POPULATE_WRITE = 23
 _F_ADD_SEALS = 1033
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 0x1, 0x2, 0x4
 
@@ -51,6 +54,16 @@ def map_memory(fd: int) -> mmap.mmap:
     mapping = mmap.mmap(fd, os.fstat(fd).st_size)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+def populate(mapping: mmap.mmap) -> None:
+    """Touch the arena's first pages now, so that no batch waits for the kernel to clear them.
+
+    First fit keeps a trainer that is fast enough within these. Older kernels (before 5.14) touch
+    them when they are read into.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        mapping.madvise(_MADV_POPULATE_WRITE, 0, min(len(mapping), _POPULATED_BYTES))
 
 
 class Extent(NamedTuple):

@@ -170,13 +170,7 @@ class Reader:
         Args:
             taken: how many batches of this epoch, in the order sent, the trainer has taken.
         """
-        for group, batch in self._by_group.items():
-            self._storage.discard(group)
-            if batch.room is not None:
-                self._quarantine.append(batch.room)
-        for batch in self._unsent:
-            if batch.stage is _Stage.COMPLETE and batch.room is not None:
-                self._free(batch.room)
+        self._drop_unsent()
         for table_at, (number, room) in self._sent.items():
             if number < taken:
                 self._leased[table_at] = room
@@ -222,6 +216,20 @@ class Reader:
     def settling(self) -> bool:
         """True while memory of a discarded read waits to be free."""
         return bool(self._quarantine)
+
+    def _drop_unsent(self) -> None:
+        """Stop what is being read and free what waits for its turn; what was sent stays."""
+        for group, batch in self._by_group.items():
+            self._storage.discard(group)
+            if batch.room is not None:
+                self._quarantine.append(batch.room)
+        for batch in self._unsent:
+            if batch.stage is _Stage.COMPLETE and batch.room is not None:
+                self._free(batch.room)
+        self._by_group.clear()
+        self._unplaced.clear()
+        self._unsent.clear()
+        self._fetching = 0
 
     def _forget_epoch(self) -> None:
         self._request = None
@@ -390,7 +398,8 @@ class Reader:
         )
         if batch.room is not None and batch not in self._unsent:
             self._free(batch.room)
-        self.abandon()
+        self._drop_unsent()
+        self._request = None
         return Failed(batch.step, error)
 
     def _too_large(self, needed: int) -> BatchTooLarge:

@@ -235,7 +235,9 @@ def accept_trainer(listener: socket.socket, deadline: float) -> Attached:
         kind, fields, _ = unpack(packet)
         if kind is not Kind.HELLO or fields[0] != PROTOCOL_VERSION or not fds:
             raise ChannelError(f"the trainer speaks another protocol ({kind.name}, {fields[0]})")
-        memory = memoryview(arena.map_memory(fds[0]))
+        mapping = arena.map_memory(fds[0])
+        arena.populate(mapping)
+        memory = memoryview(mapping)
         os.close(fds[0])
         catalog = Catalog.from_fd(fds[1]) if len(fds) > 1 else None
         return Attached(connection, pid, memory, catalog)

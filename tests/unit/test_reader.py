@@ -215,6 +215,22 @@ def test_an_error_comes_after_the_batches_before_it_and_ends_the_epoch():
         assert trainer.read() == in_batches(names[:6], 3)
 
 
+def test_an_error_leaves_the_batches_before_it_to_the_trainer():
+    names = sorted(objects(30))
+    with Trainer(objects(30), faults={names[7]: Fault(errno=5)}) as trainer:
+        trainer.begin()
+        held = trainer.outcome()
+        trainer.take(held)
+        left = trainer.outcome()
+        assert isinstance(trainer.outcome(), Failed)
+        assert trainer.keys(left) == names[3:6], "sent before the error, and not yet taken"
+        trainer.begin(first_step=4)
+        assert trainer.read() == in_batches(names, 3)[4:]
+        assert trainer.keys(held) == names[:3]
+        trainer.reader.released(held.table_at)
+        assert trainer.reader._space.free == len(trainer.memory) - HEADER_BYTES
+
+
 def test_samples_that_fail_are_left_out_listed_and_counted_against_the_budget():
     names = sorted(objects(12))
     faults = {names[1]: Fault(errno=5), names[4]: Fault(on="measure", errno=13)}
