@@ -1,0 +1,294 @@
+"""Kill the reader at random moments, many times, and count what that costs.
+
+::
+
+    python -m tests.faults.campaign --kills 1000 --seed 1
+
+Each *life* is one data set with random options. Its trainer reads some epochs and holds batches
+for a random time, while the reader is struck: SIGKILL, SIGSTOP, or a word on its socket that it
+cannot understand (an exception inside). The stream is compared, sample by sample and byte by
+byte, with the one that the plan's arithmetic gives without any reader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import faulthandler
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+
+import numpy as np
+
+import rayloader
+from rayloader.plan import EpochPlan, Shard
+
+FILES = 97
+PART_BYTES = 8192
+HANGS_AFTER = 60
+"""A ``next()`` that takes longer hangs [s]; a restart takes one or two."""
+
+
+def content(number):
+    """A file's bytes: unlike any other's, from none to some parts long."""
+    length = (number * 7919) % 30_000 if number % 11 else 0
+    return np.random.default_rng(number).bytes(length)
+
+
+def make_files(directory):
+    for number in range(FILES):
+        with open(os.path.join(directory, f"{number:03}.bin"), "wb") as file:
+            file.write(content(number))
+
+
+@dataclasses.dataclass
+class Tally:
+    """What a campaign did and what came of it."""
+
+    kills: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    lives: int = 0
+    epochs: int = 0
+    samples: int = 0
+    restarts: int = 0
+    held: int = 0
+    lost: int = 0
+    repeated: int = 0
+    hung: int = 0
+    disordered: int = 0
+    overwritten: int = 0
+    failed: list = dataclasses.field(default_factory=list)
+
+    @property
+    def clean(self):
+        return not (self.lost or self.repeated or self.hung or self.disordered
+                    or self.overwritten or self.failed)  # fmt: skip
+
+    def __str__(self):
+        blows = ", ".join(f"{name} {count}" for name, count in sorted(self.kills.items()))
+        lines = [
+            f"{self.kills.total()} kills ({blows}), {self.restarts} restarts, {self.lives} data "
+            f"sets, {self.epochs} epochs, {self.samples} samples, {self.held} batches held",
+            f"lost, repeated, hung: {self.lost}, {self.repeated}, {self.hung}",
+            f"out of order, overwritten, failed: {self.disordered}, {self.overwritten}, "
+            f"{len(self.failed)}",
+        ]
+        return "\n".join([*lines, *self.failed])
+
+
+class Hung(BaseException):
+    """Raised by the alarm; no ``except Exception`` stops it."""
+
+
+@contextlib.contextmanager
+def alarm(seconds):
+    """Raise :class:`Hung` in the main thread when the block takes longer."""
+
+    def rings(*_):
+        faulthandler.dump_traceback(all_threads=True)
+        raise Hung(f"no progress for {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, rings)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Assassin:
+    """Strikes the reader of one data set, now or a little later in another thread."""
+
+    def __init__(self, dataset, random, tally, kills):
+        self.dataset, self.random, self.tally, self.kills = dataset, random, tally, kills
+        self.threads = []
+
+    @property
+    def left(self):
+        return self.kills - self.tally.kills.total()
+
+    def strike(self, delay):
+        blow = self.random.choice(["SIGKILL", "SIGSTOP", "exception"])
+        if delay == 0:
+            self._now(blow)
+        else:
+            thread = threading.Timer(delay, self._now, [blow])
+            thread.start()
+            self.threads.append(thread)
+
+    def rest(self):
+        for thread in self.threads:
+            thread.join()
+        self.threads.clear()
+
+    def _now(self, blow):
+        remote = self.dataset._loader._remote
+        channel = remote._owned.channel if remote is not None else None
+        if channel is None or self.left <= 0:
+            return
+        if blow == "exception" and channel.name == "local":
+            with contextlib.suppress(OSError):
+                channel._connection.send(b"?" * self.random.randrange(1, 100), 0x4040)
+                self.tally.kills[blow] += 1
+            return
+        number = signal.SIGSTOP if blow == "SIGSTOP" else signal.SIGKILL
+        pid = channel.welcome["pid"]
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+            self.tally.kills[number.name] += 1
+
+
+class Life:
+    """One data set with random options, from its opening to its end."""
+
+    def __init__(self, directory, random, tally, kills):
+        self.random, self.tally = random, tally
+        choose = random.choice
+        world = choose([1, 1, 2, 3])
+        self.options = {
+            "batch_size": random.randrange(1, 8),
+            "seed": random.randrange(1000),
+            "shuffle": choose([True, True, False]),
+            "uneven": choose(["drop", "pad"]),
+            "drop_last": choose([True, False]),
+            "ordered": choose([True, True, False]),
+            "channel": choose(["local", "local", "local", "ray"]),
+            "memory_bytes": choose([1 << 20, 2 << 20, 64 << 20]),
+            "read_ahead_batches": choose([None, 1, 2, 5]),
+            "concurrency": choose([1, 4, 64]),
+            "direct": choose([False, False, "fallback"]),
+            "engine": choose(["native", "native", "python"]),
+            "part_bytes": PART_BYTES,
+            "max_restarts": 8,
+        }
+        self.shard = Shard(random.randrange(world), world)
+        self.dataset = rayloader.RankDataset(
+            directory, rank=self.shard.rank, world_size=world, **self.options
+        )
+        self.assassin = Assassin(self.dataset, random, tally, kills)
+        self.held = []
+
+    def live(self, epochs):
+        with self.dataset:
+            for _ in range(epochs):
+                if self.assassin.left <= 0:
+                    break
+                self.epoch(self.random.randrange(100))
+            self.assassin.rest()
+        while self.held:
+            self.let_go()
+
+    def expected(self, epoch):
+        """Batches of file numbers, as the plan's arithmetic gives them."""
+        options = self.options
+        plan = EpochPlan(
+            FILES, self.shard, options["batch_size"], epoch, options["seed"], options["shuffle"],
+            options["uneven"], options["drop_last"],
+        )  # fmt: skip
+        return [entries.tolist() for entries in plan.batches()]
+
+    def epoch(self, number):
+        expected = self.expected(number)
+        random, tally = self.random, self.tally
+        strikes = {random.randrange(-1, len(expected) + 1) for _ in range(random.randrange(1, 5))}
+        if -1 in strikes:  # between two epochs
+            self.assassin.strike(0)
+        self.dataset.set_epoch(number)
+        batches, got = iter(self.dataset), []
+        while True:
+            if len(got) in strikes:
+                strikes.discard(len(got))
+                self.assassin.strike(random.choice([0, 0, 0.001, 0.01, 0.1, 1.0]))
+            with alarm(HANGS_AFTER):
+                batch = next(batches, None)
+            if batch is None:
+                break
+            got.append(self.look_at(batch))
+        tally.restarts += self.dataset.receipt.restarts
+        self.judge(expected, got)
+
+    def look_at(self, batch):
+        """Check its bytes; keep it or let it go. The numbers of its files."""
+        numbers = [int(key[:3]) for key in batch.keys]
+        self.compare(batch, numbers)
+        if self.random.random() < 0.3:
+            self.held.append((batch, numbers))
+            self.tally.held += 1
+        while sum(batch.nbytes for batch, _ in self.held) > self.options["memory_bytes"] // 4 or (
+            self.held and self.random.random() < 0.2
+        ):
+            self.let_go()
+        return numbers
+
+    def let_go(self):
+        self.compare(*self.held.pop(self.random.randrange(len(self.held))))
+
+    def compare(self, batch, numbers):
+        self.tally.overwritten += sum(
+            sample.numpy().tobytes() != content(number)
+            for sample, number in zip(batch, numbers, strict=True)
+        )
+
+    def judge(self, expected, got):
+        tally = self.tally
+        wanted = collections.Counter(number for batch in expected for number in batch)
+        arrived = collections.Counter(number for batch in got for number in batch)
+        tally.lost += (wanted - arrived).total()
+        tally.repeated += (arrived - wanted).total()
+        if not self.options["ordered"]:
+            expected, got = sorted(expected), sorted(got)
+        tally.disordered += expected != got
+        tally.epochs += 1
+        tally.samples += arrived.total()
+
+
+def run(kills, seed, directory, *, every=None):
+    """Kill the reader so many times; the tally. ``every`` [s]: report progress."""
+    tally, reported = Tally(), time.monotonic()
+    while tally.kills.total() < kills:
+        life = Life(directory, random.Random(f"{seed}/{tally.lives}"), tally, kills)
+        try:
+            life.live(life.random.randrange(1, 8))
+        except Hung:
+            tally.hung += 1
+            tally.failed.append(f"life {tally.lives} of seed {seed} hung: {life.options}")
+        except Exception as error:
+            tally.failed.append(f"life {tally.lives} of seed {seed}: {error!r}: {life.options}")
+            logging.exception("life %d of seed %s", tally.lives, seed)
+        finally:
+            life.assassin.rest()
+            life.dataset.close()
+        tally.lives += 1
+        if every is not None and time.monotonic() - reported > every:
+            print(tally, flush=True)
+            reported = time.monotonic()
+    return tally
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    logging.getLogger("rayloader").setLevel(logging.ERROR)
+    directory = tempfile.mkdtemp()
+    try:
+        make_files(directory)
+        tally = run(arguments.kills, arguments.seed, directory, every=60)
+    finally:
+        shutil.rmtree(directory)
+    print(tally)
+    sys.exit(0 if tally.clean else 1)
+
+
+if __name__ == "__main__":
+    main()
