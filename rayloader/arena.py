@@ -230,6 +230,9 @@ def read_table(memory: memoryview, table_at: int, samples: int) -> Int64s:
     Raises:
         ValueError: when it does not lie in the arena, or a sample does not.
     """
+    room = (len(memory) - table_at) // (8 * TABLE_COLUMNS)
+    if table_at < HEADER_BYTES or not 0 <= samples <= room:
+        raise ValueError(f"a table of {samples} samples at {table_at} is not in the arena")
     table = (
         np.frombuffer(memory, np.int64, TABLE_COLUMNS * samples, table_at)
         .reshape(-1, TABLE_COLUMNS)
@@ -260,7 +263,8 @@ def _inside(starts: Int64s, sizes: Int64s, length: int) -> bool:
     if starts[0] == NOT_DELIVERED:
         return bool((starts == NOT_DELIVERED).all())
     fits = 0 <= int(sizes.min()) <= int(sizes.max()) <= length
-    return fits and int(starts.min()) >= HEADER_BYTES and int((starts + sizes).max()) <= length
+    fits = fits and HEADER_BYTES <= int(starts.min()) <= int(starts.max()) <= length
+    return fits and int((starts + sizes).max()) <= length
 
 
 def pages(length: int) -> int:

@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -161,7 +161,7 @@ class Loader:
         if epoch == loaded.epoch and (loaded.step or loaded.start or loaded.delivered):
             self._require_same_list(loaded, listed)
             upcoming = dataclasses.replace(loaded, files=listed, fixed_steps=steps)
-        self._plan(upcoming)
+        self._require_inside(upcoming)
         self._upcoming, self._left = upcoming, None
 
     @property
@@ -211,18 +211,22 @@ class Loader:
     def state(self) -> dict[str, Any]:
         """The position, as plain values; any rank's resumes all ranks when saved at one step."""
         at = self._run.rest() if self._run is not None else self._left or self._upcoming
-        plan = self._plan(at)
-        listed = self.catalog if at.files is None else at.files
+        if at.list_digest is not None and at.files is None:  # loaded, and its list not yet given
+            digest, position = at.list_digest, at.step * self.options.batch_size
+        else:
+            listed = self.catalog if at.files is None else at.files
+            digest = listed.digest if listed is not None else ""
+            position = self._plan(at).position(at.step)
         return {
             "version": STATE_VERSION,
             "epoch": at.epoch,
             "seed": self.options.seed,
             "shuffle": self.options.shuffle,
-            "catalog": listed.digest if listed is not None else "",
-            "explicit": at.files is not None,
+            "catalog": digest,
+            "explicit": at.files is not None or at.list_digest is not None,
             "step": at.step,
             "start": at.start,
-            "position": plan.position(at.step),
+            "position": position,
             "delivered": sorted(at.delivered),
             "world_size": self.shard.world_size,
             "batch_size": self.options.batch_size,
@@ -234,7 +238,8 @@ class Loader:
         """Go on from a saved position, with this or another number of ranks.
 
         Raises:
-            StateMismatch: it belongs to another catalog, seed, order or version, and says which.
+            StateMismatch: it belongs to another catalog, seed, order or version, and says which;
+                or it is no state at all. The position stays what it was.
         """
         _require_known_state(state)
         self._require_same("shuffle", state, self.options.shuffle)
@@ -261,8 +266,13 @@ class Loader:
         elif delivered or state["explicit"]:
             self._require_same("world_size", state, self.shard.world_size)
             self._require_same("batch_size", state, self.options.batch_size)
+            if delivered:  # which steps they are depends on the whole cut
+                self._require_same("uneven", state, self.options.uneven)
+                self._require_same("drop_last", state, self.options.drop_last)
         else:
             upcoming = Upcoming(state["epoch"], start=state["position"])
+        if upcoming.list_digest is None:
+            self._require_inside(upcoming)
         self._run = None
         self._upcoming, self._left = upcoming, None
 
@@ -339,7 +349,10 @@ class Loader:
         # What an iterator began is not begun again by the next one.
         self._upcoming = Upcoming(upcoming.epoch, upcoming.files, upcoming.fixed_steps)
         self._run, self._left = run, None
-        self._request(run)
+        try:
+            self._request(run)
+        except ReaderGone as gone:  # it died between two epochs
+            self._restart(run, gone)
         return run
 
     def _request(self, run: Run) -> None:
@@ -366,9 +379,7 @@ class Loader:
                 else:
                     run.restarts_in_a_row = 0
                     return outcome
-        except ReaderGone:
-            raise
-        except Exception:
+        except BaseException:  # a failure, or Ctrl-C
             self._leave(run)
             raise
         finally:
@@ -431,6 +442,20 @@ class Loader:
         if state[name] != mine:
             raise StateMismatch(
                 f"the state was saved with {name}={state[name]!r} and this data set has {mine!r}"
+            )
+
+    def _require_inside(self, upcoming: Upcoming) -> None:
+        """A position must lie in its epoch."""
+        try:
+            steps = self._plan(upcoming).steps
+        except OptionError as outside:
+            if upcoming.start:
+                raise StateMismatch(f"the state does not fit this data set: {outside}") from outside
+            raise
+        last = max({upcoming.step, *(step + 1 for step in upcoming.delivered)})
+        if last > steps:
+            raise StateMismatch(
+                f"the state is at step {last}, and epoch {upcoming.epoch} has only {steps} here"
             )
 
     def _require_same_list(self, loaded: Upcoming, listed: Catalog | None) -> None:
@@ -570,26 +595,53 @@ def _shared_name(source: Any) -> str | None:
 
 def _require_known_state(state: dict[str, Any]) -> None:
     """A state must be one of ours, whole and of this version."""
-    wanted = {
-        "version",
-        "epoch",
-        "seed",
-        "shuffle",
-        "catalog",
-        "explicit",
-        "step",
-        "start",
-        "position",
-        "delivered",
-        "world_size",
-        "batch_size",
-        "uneven",
-        "drop_last",
-    }
-    if not isinstance(state, dict) or set(state) != wanted:
-        odd = set(state) ^ wanted if isinstance(state, dict) else {type(state).__name__}
+    if not isinstance(state, dict) or set(state) != set(_STATE):
+        odd = set(state) ^ set(_STATE) if isinstance(state, dict) else {type(state).__name__}
         raise StateMismatch(f"not a state of rayloader: {', '.join(sorted(map(str, odd)))}")
     if state["version"] != STATE_VERSION:
         raise StateMismatch(
-            f"state version {state['version']}: this rayloader knows {STATE_VERSION}"
+            f"state version {state['version']!r}: this rayloader knows {STATE_VERSION}"
         )
+    wrong = [name for name, fits in _STATE.items() if not fits(state[name])]
+    if wrong:
+        found = ", ".join(f"{name}={state[name]!r:.40}" for name in wrong)
+        raise StateMismatch(f"not a state of rayloader: {found}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_whole(value) and value >= 0
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+_STATE: dict[str, Callable[[Any], bool]] = {
+    "version": _is_whole,
+    "epoch": _is_count,
+    "seed": _is_whole,
+    "shuffle": _is_bool,
+    "catalog": _is_text,
+    "explicit": _is_bool,
+    "step": _is_count,
+    "start": _is_count,
+    "position": _is_count,
+    "delivered": _are_counts,
+    "world_size": _is_count,
+    "batch_size": _is_count,
+    "uneven": _is_text,
+    "drop_last": _is_bool,
+}
+"""What a state consists of, and what each part must be."""

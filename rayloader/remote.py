@@ -68,9 +68,10 @@ class RemoteReader:
         Raises:
             ReaderGone: the new one did not come up either.
         """
-        if self._owned.channel is not None:
-            self._owned.channel.kill()
+        ended = self._owned.channel is None or self._owned.channel.kill()
         self._owned.end_reader()
+        if not ended:
+            self._owned.leave_memory()
         try:
             self._attach()
         except (ReaderLost, ChannelError, ClusterError, OSError) as failure:
@@ -114,7 +115,8 @@ class RemoteReader:
         """Change the ceiling on reads in flight, here and for readers started later."""
         self._options = options
         if self._owned.channel is not None:
-            self._owned.channel.set_concurrency(options.concurrency)
+            with contextlib.suppress(ReaderGone):  # its successor will know
+                self._owned.channel.set_concurrency(options.concurrency)
 
     @property
     def _channel(self) -> Channel:
@@ -256,6 +258,13 @@ class _Owned:
             with contextlib.suppress(Exception):
                 if ray.is_initialized():
                     ray.kill(actor, no_restart=True)
+
+    def leave_memory(self) -> None:
+        """Take a new arena: a dead reader's read that hangs may still come back into this one."""
+        assert self.memory is not None
+        length = self.memory.length
+        self.memory.close()
+        self.memory = TrainerMemory(length)
 
     def close(self) -> None:
         """Give everything back; in a forked child there is nothing to give."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -66,10 +67,17 @@ class ReaderProcess:
         if state in b"tTZX":
             raise ReaderGone(f"the reader's process is dead or stopped (state {state.decode()})")
 
-    def kill(self) -> None:
-        """End it, stopped or not."""
+    _END_SECONDS = 5.0
+
+    def kill(self) -> bool:
+        """End it, stopped or not, and wait for its last thread.
+
+        Returns:
+            False when a read that hangs in the kernel keeps it: it may still write.
+        """
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        return bool(select.select([self.pidfd], [], [], self._END_SECONDS)[0])
 
     def close(self) -> None:
         """Give the descriptor back. Idempotent."""
@@ -109,8 +117,12 @@ class Channel(Protocol):
         """Change the ceiling on reads in flight [reads]."""
         ...
 
-    def kill(self) -> None:
-        """End a reader that hangs, where it can be reached."""
+    def kill(self) -> bool:
+        """End a reader that hangs, where it can be reached.
+
+        Returns:
+            False when it does not end and may still write into the arena.
+        """
         ...
 
     def close(self) -> None:

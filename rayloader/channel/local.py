@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import collections
-import contextlib
 import json
 import os
 import select
@@ -62,12 +61,17 @@ class TrainerMemory:
         """Bytes of all batches that live [bytes]."""
         return sum(lease.nbytes for lease in list(self._live.values()))
 
-    def connect(self, connection: socket.socket) -> None:
-        """From now on this reader is told of releases; tell it what is held already."""
+    def connect(self, connection: socket.socket) -> list[tuple[int, int, int]]:
+        """From now on this reader is told of releases.
+
+        Returns:
+            What is held already, and must be told too: (table_at, length, samples) each. One that
+            is dropped before that is released before it is announced, which the reader expects.
+        """
         self._backlog.clear()
         self._connection = connection
-        for lease in list(self._live.values()):
-            connection.send(pack(Kind.HELD, lease.table_at, lease.length, lease.samples))
+        leases = list(self._live.values())
+        return [(lease.table_at, lease.length, lease.samples) for lease in leases]
 
     def disconnect(self) -> None:
         """No reader any more: drops need not be told."""
@@ -92,11 +96,16 @@ class TrainerMemory:
             pass  # the reader is gone; its successor is told what is held
 
     def flush(self) -> None:
-        """Send the releases that found the socket full."""
+        """Send the releases that found the socket full, as far as it takes them now."""
         while self._backlog and self._connection is not None:
             packet = self._backlog.popleft()
-            with contextlib.suppress(OSError):
-                self._connection.send(packet, socket.MSG_NOSIGNAL)
+            try:
+                self._connection.send(packet, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                self._backlog.appendleft(packet)
+                return
+            except OSError:
+                pass  # see release()
 
     def _dropped(self, lease: Any) -> None:
         """A batch's array is gone. Runs in any thread, inside garbage collection: no locks.
@@ -175,13 +184,15 @@ class LocalChannel:
             self._process = ReaderProcess(pid)
             self.welcome = self._greet(catalog_fd)
             self._connection.settimeout(None)
+            self._poll = select.poll()
+            self._poll.register(self._connection, select.POLLIN)
+            self._poll.register(self._process.pidfd, select.POLLIN)
+            for held in memory.connect(self._connection):
+                self._say(Kind.HELD, *held)
         except BaseException:
+            memory.disconnect()
             self.sever()
             raise
-        self._poll = select.poll()
-        self._poll.register(self._connection, select.POLLIN)
-        self._poll.register(self._process.pidfd, select.POLLIN)
-        memory.connect(self._connection)
         _OPEN_CHANNELS.add(self)
 
     def begin(self, generation: int) -> None:
@@ -203,13 +214,13 @@ class LocalChannel:
                 case Kind.ENDED:
                     return Ended(fields[1])
                 case Kind.WARNED:
-                    return Warned(payload.decode())
+                    return Warned(payload.decode(errors="replace"))
                 case Kind.FAILED:
                     raise unpickled(payload)
                 case Kind.BLOCKED:
                     self._blocked = (time.monotonic(), fields[2], self._memory.held_bytes)
                 case _:
-                    raise ChannelError(f"a reader does not say {kind.name}")
+                    raise ReaderGone(f"the reader said {kind.name}, which no reader says")
 
     def counts(self) -> ReaderCounts | None:
         """The counters in the arena's first page."""
@@ -220,10 +231,9 @@ class LocalChannel:
         """Change the ceiling on reads in flight [reads]."""
         self._say(Kind.CONCURRENCY, concurrency)
 
-    def kill(self) -> None:
-        """End the reader's process, stopped or not."""
-        if self._process is not None and self._process.pidfd >= 0:
-            self._process.kill()
+    def kill(self) -> bool:
+        """End the reader's process, stopped or not; False when it does not end."""
+        return self._process is None or self._process.pidfd < 0 or self._process.kill()
 
     def close(self) -> None:
         """Let the reader go."""
@@ -243,6 +253,8 @@ class LocalChannel:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
         self._connection.sendmsg([hello], [rights])
         packet = self._connection.recv(PACKET_BYTES)
+        if not packet:
+            raise ChannelError("the reader ended before it had answered HELLO")
         kind, _, payload = unpack(packet)
         if kind is Kind.FAILED:
             raise unpickled(payload)
@@ -252,10 +264,21 @@ class LocalChannel:
         return welcome
 
     def _say(self, kind: Kind, *fields: int) -> None:
-        try:
-            self._connection.send(pack(kind, *fields), socket.MSG_NOSIGNAL)
-        except OSError as gone:
-            raise ReaderGone(f"the reader's socket is closed ({gone.strerror})") from gone
+        """Tell the reader; one that is stopped takes nothing and must not be waited for."""
+        packet = pack(kind, *fields)
+        while True:
+            try:
+                self._connection.send(packet, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                return
+            except BlockingIOError:
+                self._wait_to_say()
+            except OSError as gone:
+                raise ReaderGone(f"the reader's socket is closed ({gone.strerror})") from gone
+
+    def _wait_to_say(self) -> None:
+        assert self._process is not None
+        if not select.select([], [self._connection], [], self._POLL_SECONDS)[1]:
+            self._process.require_running()
 
     def _next_packet(self, on_wait: Callable[[], None]) -> tuple[Kind, tuple[int, ...], bytes]:
         while True:
@@ -268,9 +291,12 @@ class LocalChannel:
                 raise ReaderGone(f"the reader's socket broke ({gone.strerror})") from gone
             if length == 0:
                 raise ReaderGone("the reader has ended")
-            kind, fields, payload = unpack(self._view[:length])
+            try:
+                kind, fields, payload = unpack(self._view[:length])
+            except ChannelError as wrong:
+                raise ReaderGone(f"the reader cannot be understood: {wrong}") from wrong
             if kind is Kind.CRASHED:
-                raise ReaderGone(f"the reader crashed:\n{payload.decode()}")
+                raise ReaderGone(f"the reader crashed:\n{payload.decode(errors='replace')}")
             return kind, fields, payload
 
     def _wait(self, on_wait: Callable[[], None]) -> None:
@@ -278,6 +304,7 @@ class LocalChannel:
         ready = self._poll.poll(self._POLL_SECONDS * 1000)
         if not ready:
             self._process.require_running()
+            self._memory.flush()
             self._require_room()
             on_wait()
         elif all(fd == self._process.pidfd for fd, _ in ready):
@@ -285,13 +312,15 @@ class LocalChannel:
 
     def _take(self, fields: tuple[int, ...], payload: bytes) -> Delivery:
         _, step, table_at, length, samples, nbytes, content, order = fields
-        skipped = [Skipped(*pair) for pair in json.loads(payload)] if payload else []
         names = Fingerprint(samples, content % (1 << 64), order % (1 << 64))
         memory = self._memory
         try:
+            skipped = [Skipped(*pair) for pair in json.loads(payload)] if payload else []
             table = arena.read_table(memory.memory, table_at, samples)
-        except ValueError as wrong:
-            raise ChannelError(f"batch {step}: {wrong}") from wrong
+            if not 0 <= length <= memory.length - table_at:
+                raise ValueError(f"{length} bytes at {table_at} end outside the arena")
+        except (ValueError, TypeError) as wrong:
+            raise ReaderGone(f"the reader's batch {step} makes no sense: {wrong}") from wrong
         lo, hi = _span(table, table_at, length)
         private = 2 * (memory.held_bytes + (length or nbytes)) > memory.length
         if private:

@@ -91,10 +91,11 @@ class RayChannel:
         """Change the ceiling on reads in flight [reads]."""
         self._actor.set_concurrency.remote(concurrency)
 
-    def kill(self) -> None:
+    def kill(self) -> bool:
         """End the reader's process when it runs on this node; elsewhere Ray does."""
         if self._process is not None and self._process.pidfd >= 0:
             self._process.kill()
+        return True  # its arena is its own
 
     def close(self) -> None:
         """Ask for no more."""

@@ -118,7 +118,10 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 def unpickled(payload: bytes) -> RayloaderError:
     """The reader's error. The peer is this user's own process, so unpickling gives nobody more."""
-    error = pickle.loads(payload)
+    try:
+        error = pickle.loads(payload)
+    except Exception as unknown:  # unpickling can raise anything
+        return ChannelError(f"the reader failed with an error that cannot be read: {unknown!r}")
     if not isinstance(error, RayloaderError):
         return ChannelError(f"the reader failed with {error!r}")
     return error
