@@ -28,6 +28,7 @@ import threading
 import time
 
 import numpy as np
+import psutil
 
 import rayloader
 from rayloader.plan import EpochPlan, Shard
@@ -85,24 +86,43 @@ class Tally:
 
 
 class Hung(BaseException):
-    """Raised by the alarm; no ``except Exception`` stops it."""
+    """Raised by the watch; no ``except Exception`` stops it."""
 
 
-@contextlib.contextmanager
-def alarm(seconds):
-    """Raise :class:`Hung` in the main thread when the block takes longer."""
+class Watch:
+    """Raises :class:`Hung` in the main thread when a block takes longer than it may."""
 
-    def rings(*_):
+    def __enter__(self):
+        self._deadline = float("inf")
+        self._end = threading.Event()
+        self._before = signal.signal(signal.SIGUSR1, self._ring)
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._end.set()
+        self._thread.join()
+        signal.signal(signal.SIGUSR1, self._before)
+
+    @contextlib.contextmanager
+    def over(self, seconds):
+        """The block may take so long [s]."""
+        self._deadline = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._deadline = float("inf")
+
+    def _look(self):
+        while not self._end.wait(0.5):
+            if time.monotonic() > self._deadline:
+                self._deadline = float("inf")
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    def _ring(self, *_):
         faulthandler.dump_traceback(all_threads=True)
-        raise Hung(f"no progress for {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, rings)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        raise Hung("no progress")
 
 
 class Assassin:
@@ -142,16 +162,17 @@ class Assassin:
             return
         number = signal.SIGSTOP if blow == "SIGSTOP" else signal.SIGKILL
         pid = channel.welcome["pid"]
-        with contextlib.suppress(OSError):
-            os.kill(pid, number)
-            self.tally.kills[number.name] += 1
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            if psutil.Process(pid).status() not in ("zombie", "stopped"):
+                os.kill(pid, number)
+                self.tally.kills[number.name] += 1
 
 
 class Life:
     """One data set with random options, from its opening to its end."""
 
-    def __init__(self, directory, random, tally, kills):
-        self.random, self.tally = random, tally
+    def __init__(self, directory, random, tally, kills, watch):
+        self.random, self.tally, self.watch = random, tally, watch
         choose = random.choice
         world = choose([1, 1, 2, 3])
         self.options = {
@@ -208,7 +229,7 @@ class Life:
             if len(got) in strikes:
                 strikes.discard(len(got))
                 self.assassin.strike(random.choice([0, 0, 0.001, 0.01, 0.1, 1.0]))
-            with alarm(HANGS_AFTER):
+            with self.watch.over(HANGS_AFTER):
                 batch = next(batches, None)
             if batch is None:
                 break
@@ -254,24 +275,30 @@ class Life:
 def run(kills, seed, directory, *, every=None):
     """Kill the reader so many times; the tally. ``every`` [s]: report progress."""
     tally, reported = Tally(), time.monotonic()
-    while tally.kills.total() < kills:
-        life = Life(directory, random.Random(f"{seed}/{tally.lives}"), tally, kills)
-        try:
-            life.live(life.random.randrange(1, 8))
-        except Hung:
-            tally.hung += 1
-            tally.failed.append(f"life {tally.lives} of seed {seed} hung: {life.options}")
-        except Exception as error:
-            tally.failed.append(f"life {tally.lives} of seed {seed}: {error!r}: {life.options}")
-            logging.exception("life %d of seed %s", tally.lives, seed)
-        finally:
-            life.assassin.rest()
-            life.dataset.close()
-        tally.lives += 1
-        if every is not None and time.monotonic() - reported > every:
-            print(tally, flush=True)
-            reported = time.monotonic()
+    with Watch() as watch:
+        while tally.kills.total() < kills:
+            chance = random.Random(f"{seed}/{tally.lives}")
+            life = Life(directory, chance, tally, kills, watch)
+            _survive(life, f"life {tally.lives} of seed {seed}", tally)
+            tally.lives += 1
+            if every is not None and time.monotonic() - reported > every:
+                print(tally, flush=True)
+                reported = time.monotonic()
     return tally
+
+
+def _survive(life, name, tally):
+    try:
+        life.live(life.random.randrange(1, 8))
+    except Hung:
+        tally.hung += 1
+        tally.failed.append(f"{name} hung: {life.options}")
+    except Exception as error:
+        tally.failed.append(f"{name}: {error!r}: {life.options}")
+        logging.exception(name)
+    finally:
+        life.assassin.rest()
+        life.dataset.close()
 
 
 def main():

@@ -1,0 +1,126 @@
+"""A killed reader costs nothing: a few kills of the campaign, and the moments it may miss."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import rayloader
+from rayloader.channel import ReaderProcess
+from tests.faults import campaign
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    root = tmp_path_factory.mktemp("files")
+    campaign.make_files(root)
+    return str(root)
+
+
+def opened(source, **options):
+    return rayloader.RankDataset(source, **{"batch_size": 1, "rank": 0, "world_size": 1, **options})
+
+
+def numbers(batches):
+    return [int(key[:3]) for batch in batches for key in batch.keys]
+
+
+def blow(dataset, number):
+    """Strike the reader; a blow that kills has fallen when this returns."""
+    pid = dataset._loader._remote.welcome["pid"]
+    pidfd = os.pidfd_open(pid)
+    os.kill(pid, number)
+    if number == signal.SIGKILL:
+        assert select.select([pidfd], [], [], 10)[0]
+    os.close(pidfd)
+
+
+@pytest.mark.parametrize("seed", ["a", "b"])
+def test_readers_killed_at_random_moments_cost_nothing(directory, seed):
+    tally = campaign.run(5, seed, directory)
+    assert tally.kills.total() >= 5
+    assert tally.clean, str(tally)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
+def test_a_reader_that_dies_between_two_epochs_is_replaced(directory, number):
+    with opened(directory, batch_size=8) as dataset:
+        list(dataset)
+        blow(dataset, number)
+        assert sorted(numbers(dataset)) == list(range(campaign.FILES))
+        assert dataset.receipt.restarts == 1
+
+
+def test_a_reader_that_dies_before_its_first_epoch_is_replaced(directory):
+    with opened(directory, batch_size=8) as dataset:
+        blow(dataset, signal.SIGKILL)
+        assert sorted(numbers(dataset)) == list(range(campaign.FILES))
+
+
+def test_concurrency_of_a_dead_reader_is_that_of_the_next(directory):
+    with opened(directory, read_ahead_batches=1) as dataset:
+        batches = iter(dataset)
+        first = [next(batches)]
+        blow(dataset, signal.SIGKILL)
+        dataset.concurrency = 1
+        assert sorted(numbers([*first, *batches])) == list(range(campaign.FILES))
+        assert dataset.receipt.restarts == 1
+
+
+def test_dropping_more_than_a_stopped_reader_can_be_told_does_not_hang(directory):
+    """A socket takes some hundred releases; nobody may wait for the rest to be taken."""
+    path = os.path.join(directory, "001.bin")
+    with opened(None, memory_bytes=64 << 20) as dataset:
+        dataset.set_epoch(0, files=[path] * 2000)
+        batches = iter(dataset)
+        held = [next(batches) for _ in range(900)]
+        assert dataset.receipt.private_copies == 0
+        blow(dataset, signal.SIGSTOP)
+        del held
+        dataset.concurrency = 2
+        assert sum(1 for _ in batches) == 1100
+        assert dataset.receipt.restarts <= 1
+        dataset.set_epoch(1, files=[path] * 900)
+        assert len(list(dataset)) == 900
+
+
+def test_what_is_held_survives_two_readers_in_a_row(directory):
+    with opened(directory, read_ahead_batches=1, memory_bytes=8 << 20) as dataset:
+        held = []
+        for step, batch in enumerate(dataset):
+            held.append((batch, numbers([batch])[0]))
+            if step in (20, 21):
+                blow(dataset, signal.SIGKILL)
+        assert dataset.receipt.restarts == 2
+        assert sorted(number for _, number in held) == list(range(campaign.FILES))
+        dataset.set_epoch(1)
+        list(dataset)
+        assert all(b[0].numpy().tobytes() == campaign.content(n) for b, n in held)
+
+
+def test_what_is_held_survives_an_error_of_the_reader(directory, tmp_path):
+    gone = tmp_path / "gone.bin"
+    with opened(None, memory_bytes=1 << 20) as dataset:
+        files = [os.path.join(directory, f"{number:03}.bin") for number in range(20)]
+        dataset.set_epoch(0, files=[*files[:5], gone])
+        batches = iter(dataset)
+        held = [next(batches) for _ in range(5)]
+        with pytest.raises(rayloader.ObjectNotFound):
+            next(batches)
+        dataset.set_epoch(1, files=files[5:])
+        assert len(list(dataset)) == 15
+        for number, batch in enumerate(held):
+            assert batch[0].numpy().tobytes() == campaign.content(number)
+
+
+def test_a_killed_process_has_ended_when_its_successor_may_start():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        process = ReaderProcess(child.pid)
+        os.kill(child.pid, signal.SIGSTOP)
+        assert process.kill()
+        with open(f"/proc/{child.pid}/stat", "rb") as stat:
+            assert stat.read().rpartition(b")")[2].split()[0] == b"Z"
+        process.close()
