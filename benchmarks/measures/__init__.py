@@ -8,6 +8,7 @@ from benchmarks.lineup import Setting
 from benchmarks.measures import (
     cold,
     concurrency,
+    latency,
     memory,
     one_rank,
     ray_data,
@@ -24,6 +25,7 @@ MEASURES: dict[str, Callable[[Setting], Outcome]] = {
     "ray-data": ray_data.run,
     "two-ranks": two_ranks.run,
     "concurrency": concurrency.run,
+    "latency": latency.run,
     "cold": cold.run,
     "small-files": small_files.run,
     "turnover": turnover.run,
