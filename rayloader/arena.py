@@ -19,13 +19,14 @@ import contextlib
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from rayloader import limits
 from rayloader.config import PAGE
+from rayloader.errors import OptionError
 
 HEADER_BYTES = PAGE
 TABLE_COLUMNS = 3
@@ -50,8 +51,19 @@ def create_memory(length: int) -> int:
 
 
 def map_memory(fd: int) -> mmap.mmap:
-    """Map a whole memfd, readable and writable, shared. It goes with its last view."""
-    mapping = mmap.mmap(fd, os.fstat(fd).st_size)
+    """Map a whole memfd, readable and writable, shared. It goes with its last view.
+
+    Raises:
+        OptionError: this process may not map so much.
+    """
+    length = os.fstat(fd).st_size
+    try:
+        mapping = mmap.mmap(fd, length)
+    except OSError as error:
+        why = limits.too_little_address_space(length) or error.strerror
+        raise OptionError(
+            f"{length:,} bytes for batches cannot be mapped: {why}, or set memory_bytes to less"
+        ) from None
     mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
 
@@ -284,43 +296,7 @@ def affordable(wanted: int, ranks: int) -> int:
     """The length of arena that one of ``ranks`` on this node may have, at most ``wanted`` [bytes].
 
     Past a memory cgroup's limit the kernel kills without a word, so the arenas of a node together
-    stay below what its cgroup has free (source: memory.max and memory.current, cgroup v2; and
-    memory.limit_in_bytes, v1).
+    stay below what its cgroup has free.
     """
-    share = _cgroup_free() // max(1, ranks) // PAGE * PAGE
+    share = limits.memory_free() // max(1, ranks) // PAGE * PAGE
     return max(2 * HEADER_BYTES, min(pages(wanted), share))
-
-
-def _cgroup_free() -> int:
-    free = 1 << 62
-    for limit, used in _cgroup_files():
-        try:
-            with open(limit) as text:
-                most = text.read().strip()
-            with open(used) as text:
-                now = int(text.read())
-        except OSError:
-            continue
-        if most != "max":
-            free = min(free, max(0, int(most) - now))
-    return free
-
-
-def _cgroup_files() -> Iterator[tuple[str, str]]:
-    """(limit, usage) files of this process's memory cgroup and its ancestors."""
-    try:
-        with open("/proc/self/cgroup") as text:
-            lines = text.read().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        parts = path.strip("/").split("/") if path.strip("/") else []
-        for depth in range(len(parts) + 1):
-            below = "/".join(parts[:depth])
-            if not controllers:
-                base = f"/sys/fs/cgroup/{below}"
-                yield f"{base}/memory.max", f"{base}/memory.current"
-            elif "memory" in controllers.split(","):
-                base = f"/sys/fs/cgroup/memory/{below}"
-                yield f"{base}/memory.limit_in_bytes", f"{base}/memory.usage_in_bytes"

@@ -33,6 +33,7 @@ from rayloader.errors import (
     PlacementFailed,
     RayloaderError,
     UsageError,
+    chained,
 )
 from rayloader.head import NEVER, PRIVATE_ENVIRONMENT
 from rayloader.node import Guardian, RayAddress
@@ -383,7 +384,7 @@ def _check_gcs(address: str) -> None:
     try:
         nodes = _core().GcsClient(address=address).get_all_node_info(timeout=PROBE_SECONDS)
     except Exception as error:
-        raise _refusal(address, error) from error
+        raise _refusal(address, error) from chained(error)
     here = services.find_node_ids()
     if not any(node_id.hex() in here for node_id in nodes):
         raise ClusterUnreachable(
@@ -429,7 +430,7 @@ def _init(address: str, deadline: float, guard: Guardian | None = None) -> str:
                 _skip_env_hook=guard is not None,
             )
         except Exception as error:
-            raise _refusal(address, error) from error
+            raise _refusal(address, error) from chained(error)
         return str(ray.get_runtime_context().get_node_id())
 
     with _undisturbed():

@@ -151,6 +151,14 @@ def storage_error(key: str, errno: int) -> StorageError:
     return StorageError(key, os.strerror(errno), errno)
 
 
+def chained(cause: BaseException) -> BaseException | None:
+    """What an error that tells all is raised ``from``: nothing, or with RAYLOADER_DEBUG its cause.
+
+    For causes of other libraries, whose own words are screens of their internals.
+    """
+    return cause if os.environ.get("RAYLOADER_DEBUG") else None
+
+
 def printable(key: str) -> str:
     """A name as it may stand in a message: one line, no control or undecodable characters."""
     return key if key.isprintable() else ascii(key)[1:-1]

@@ -35,7 +35,16 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
-from rayloader.node import LOST_THE_RACE, SERVING, encode, peer, receive
+from rayloader.limits import too_few_processes
+from rayloader.node import (
+    LEAST_PROCESSES,
+    LOST_THE_RACE,
+    SERVING,
+    USUAL_PROCESSES,
+    encode,
+    peer,
+    receive,
+)
 
 FIRST_OWNER_SECONDS = 20.0
 """A guardian that nobody joins within this ends [s]."""
@@ -210,7 +219,8 @@ class _Server:
             try:
                 report = ray.start()
             except OSError as error:
-                self._bury(ray, f"the private Ray cannot be started: {error}")
+                why = error.strerror or error
+                self._bury(ray, f"the private Ray cannot be started: {why}")
             else:
                 self._watch(report, lambda: self._hear_ray(ray, report))
 
@@ -343,6 +353,8 @@ class _PrivateRay:
             OSError: no directory for it, or no process.
         """
         _widen()
+        if few := too_few_processes(LEAST_PROCESSES):
+            raise OSError(errno.EAGAIN, few)
         self._directory, self._lock = private_directory()
         listen, self._lifeline = os.pipe()
         report, tell = os.pipe()
@@ -370,7 +382,8 @@ class _PrivateRay:
         said = ""
         with contextlib.suppress(OSError), open(self._log()) as log:
             said = (log.read().strip().splitlines() or [""])[-1]
-        return f"the private Ray did not start: {said or 'its process was killed'}"
+        why = too_few_processes(USUAL_PROCESSES) or said or "its process was killed"
+        return f"the private Ray did not start: {why}"
 
     def remove(self) -> None:
         """Remove its directory, once its processes are gone."""

@@ -30,6 +30,7 @@ from typing import Any
 
 from rayloader.errors import ClusterError
 from rayloader.launch import scrubbed
+from rayloader.limits import too_few_processes
 
 PROTOCOL = 1
 """Ranks and guardian must speak the same; it is part of the socket's name."""
@@ -37,6 +38,9 @@ MESSAGE_BYTES = 128 << 10
 """Bound on one message, either way [bytes]; a SEQPACKET message must fit in the send buffer."""
 SERVING, LOST_THE_RACE = 0, 3
 """Exit statuses of the process that starts the guardian."""
+
+LEAST_PROCESSES, USUAL_PROCESSES = 80, 500
+"""Of a guardian, its private Ray and a reader: on two CPUs, and on many [processes and threads]."""
 
 _RETRY_SECONDS = 0.02
 _UCRED = struct.Struct("3i")
@@ -391,11 +395,13 @@ def _spawn(run_id: str, deadline: float) -> None:
     except subprocess.TimeoutExpired as error:
         raise ClusterError("the guardian process did not start in time") from error
     except OSError as error:
-        raise ClusterError(f"the guardian process cannot be started: {error}") from error
+        why = too_few_processes(LEAST_PROCESSES) or error
+        raise ClusterError(f"the guardian process cannot be started: {why}") from error
     if started.returncode not in (SERVING, LOST_THE_RACE):
         said = started.stderr.decode(errors="replace").strip().splitlines() or ["nothing"]
+        why = too_few_processes(LEAST_PROCESSES) or said[-1]
         raise ClusterError(
-            f"the guardian process ended with status {started.returncode}, saying: {said[-1]}"
+            f"the guardian process ended with status {started.returncode}, saying: {why}"
         )
 
 

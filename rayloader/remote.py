@@ -20,8 +20,11 @@ from rayloader.errors import (
     PlacementFailed,
     RayloaderError,
     ReaderLost,
+    chained,
 )
 from rayloader.launch import Launch
+from rayloader.limits import too_few_processes
+from rayloader.node import USUAL_PROCESSES
 from rayloader.reader import Ended, ReaderCounts, Request, Warned
 
 if TYPE_CHECKING:
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rayloader")
 
+_CAUSE_LETTERS = 300
+"""Of Ray's own words, at most so much is repeated [characters]."""
 _TABLES_BYTES = 4 * MIB
 """Arena of a reader that drops the bytes: room for batches' tables only [bytes]."""
 
@@ -154,18 +159,25 @@ class RemoteReader:
         except ray.exceptions.GetTimeoutError as late:
             raise ReaderLost(
                 f"the reader did not come up within start_timeout={timeout:g} s"
-            ) from late
+            ) from chained(late)
         except (
             ray.exceptions.ActorUnschedulableError,
             ray.exceptions.ActorPlacementGroupRemoved,
         ) as nowhere:
-            raise PlacementFailed(f"Ray cannot place a reader on this node: {nowhere}") from nowhere
+            raise PlacementFailed(
+                f"Ray cannot place a reader on this node: {_cause(nowhere)}"
+            ) from chained(nowhere)
         except ray.exceptions.RayActorError as died:
-            raise ReaderLost(f"the reader died while starting: {_cause(died)}") from died
+            why = too_few_processes(USUAL_PROCESSES) or _cause(died)
+            raise ReaderLost(f"the reader died while starting: {why}") from chained(died)
         except ray.exceptions.RayTaskError as failed:
             if isinstance(failed.cause, RayloaderError):
                 raise failed.cause from None
-            raise ReaderLost(f"the reader could not start: {_cause(failed)}") from failed
+            raise ReaderLost(f"the reader could not start: {_cause(failed)}") from chained(failed)
+        except ray.exceptions.RayError as lost:
+            raise ReaderLost(f"Ray failed while starting the reader: {_cause(lost)}") from chained(
+                lost
+            )
         self.name, self.welcome = channel.name, channel.welcome
 
     def _place(self) -> Any:
@@ -231,7 +243,9 @@ class RemoteReader:
         try:
             ray.get(self._begun)
         except ray.exceptions.RayTaskError as failed:
-            raise ReaderGone(f"the reader could not begin the epoch: {_cause(failed)}") from failed
+            raise ReaderGone(
+                f"the reader could not begin the epoch: {_cause(failed)}"
+            ) from chained(failed)
         except ray.exceptions.RayError as lost:
             log.debug("the actor's answer is lost; its socket lives: %s", lost)
 
@@ -280,8 +294,9 @@ class _Owned:
 
 
 def _cause(failure: BaseException) -> str:
-    """The last line of what Ray reports: the user's error without Ray's stack."""
+    """The one line that tells, of what Ray reports: the user's error without Ray's stack."""
     if isinstance(cause := getattr(failure, "cause", None), BaseException):
         return f"{type(cause).__name__}: {cause}"
     lines = [line for line in str(failure).strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(failure).__name__
+    telling = [line for line in lines if line.startswith("The actor is dead because")] or lines
+    return telling[-1].strip()[:_CAUSE_LETTERS] if telling else type(failure).__name__

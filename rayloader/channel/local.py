@@ -31,6 +31,9 @@ from rayloader.errors import BatchTooLarge, ChannelError
 from rayloader.reader import Ended, ReaderCounts, Warned
 from rayloader.receipt import Fingerprint, Skipped
 
+_CRASH_LINES = 16
+"""Of a crashed reader's traceback, at most so much is shown [lines]."""
+
 
 class TrainerMemory:
     """The arena as its owner, the trainer, sees it: which batches live, and who must know."""
@@ -39,7 +42,11 @@ class TrainerMemory:
         """Make and map ``length`` bytes."""
         self.length = length
         self.fd = arena.create_memory(length)
-        self.memory = memoryview(arena.map_memory(self.fd))
+        try:
+            self.memory = memoryview(arena.map_memory(self.fd))
+        except BaseException:
+            os.close(self.fd)
+            raise
         self.root = np.frombuffer(self.memory, np.uint8)
         self.page = np.frombuffer(self.memory, np.int64, arena.HEADER_BYTES // 8)
         self._live: dict[int, _Lease] = {}
@@ -296,7 +303,7 @@ class LocalChannel:
             except ChannelError as wrong:
                 raise ReaderGone(f"the reader cannot be understood: {wrong}") from wrong
             if kind is Kind.CRASHED:
-                raise ReaderGone(f"the reader crashed:\n{payload.decode(errors='replace')}")
+                raise _crashed(payload.decode(errors="replace"))
             return kind, fields, payload
 
     def _wait(self, on_wait: Callable[[], None]) -> None:
@@ -347,6 +354,14 @@ class LocalChannel:
                 f"held take {held:,} of {self._memory.length:,}: drop or clone() them, or "
                 f"set memory_bytes to at least {2 * (held + needed):,}"
             )
+
+
+def _crashed(trace: str) -> ReaderGone:
+    """A reader's last words: why it ended, and where, as a note."""
+    lines = trace.strip().splitlines() or ["it does not say why"]
+    gone = ReaderGone(f"the reader crashed: {lines[-1]}")
+    gone.add_note("\n".join(lines[-_CRASH_LINES:]))
+    return gone
 
 
 def _span(table: Int64s, table_at: int, length: int) -> tuple[int, int]:

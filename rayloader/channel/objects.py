@@ -11,7 +11,7 @@ import numpy as np
 from rayloader.arena import Int64s
 from rayloader.channel import Delivery, ReaderGone, ReaderProcess
 from rayloader.channel.serve import Fetched
-from rayloader.errors import ChannelError
+from rayloader.errors import ChannelError, chained
 from rayloader.reader import Blocked, Ended, Failed, ReaderCounts, Ready, Warned
 
 
@@ -63,7 +63,11 @@ class RayChannel:
                 on_wait()
             fetched: Fetched | None = ray.get(call)
         except ray.exceptions.RayActorError as died:
-            raise ReaderGone(f"the reader has died ({type(died).__name__})") from died
+            raise ReaderGone(f"the reader has died ({type(died).__name__})") from chained(died)
+        except ray.exceptions.RayError as lost:
+            said = str(getattr(lost, "cause", None) or lost).strip().splitlines()
+            why = said[-1] if said else type(lost).__name__
+            raise ReaderGone(f"Ray lost what the reader had sent: {why}") from chained(lost)
         if fetched is None:
             raise ChannelError("the reader works on another request")
         self._page = fetched.page

@@ -11,9 +11,9 @@ from rayloader.catalog import Catalog
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rayloader"
 ROOMS = [
-    "errors", "config", "launch", "storage", "catalog", "plan", "arena", "receipt", "reader",
-    "channel", "actor", "node", "guardian", "head", "cluster", "remote", "loader", "dataset",
-    "experiment", "cli", "testing",
+    "errors", "config", "limits", "launch", "storage", "catalog", "plan", "arena", "receipt",
+    "reader", "channel", "actor", "node", "guardian", "head", "cluster", "remote", "loader",
+    "dataset", "experiment", "cli", "testing",
 ]  # fmt: skip
 FOREIGN = {
     "ray": {"channel", "head", "cluster", "remote", "dataset"},
