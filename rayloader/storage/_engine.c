@@ -9,10 +9,11 @@
  * How many workers are awake. While reads come from the page cache, more threads than CPUs only
  * hurt; while they block, every one of `concurrency` is wanted. `active` is the present limit. It
  * starts at the number of CPUs. A *sentry* thread, which never reads itself, looks every 0.3 to
- * 1.2 ms, while work is queued, at whether the workers run or are blocked (their state in /proc: a
- * long read of cached bytes and a worker waiting for a CPU are not blocked, and more threads would
- * not help them). When fewer than `cpus` of them run, it doubles `active`. Workers above `cpus`
- * count their own blocking (voluntary context switches); a streak of reads without any halves it.
+ * 1.2 ms, while work is queued, at whether the workers run or are blocked: by their CPU clocks and,
+ * where these stand still, by their state in /proc. A long read of cached bytes is not blocked, nor
+ * is a worker that waits for a CPU; more threads would help neither. When fewer than `cpus` of them
+ * run, it doubles `active`. Workers above `cpus` count their own blocking (voluntary context
+ * switches); a streak of reads without any halves it.
  * The sentry also opens the rest of a blocked worker's run to the others, so one slow file delays
  * no other.
  *
@@ -122,8 +123,10 @@ typedef struct worker {
     bool called, exited;
     bool loose; /* others may take from its run */
     run run;
+    bool notify; /* it has something done to tell the owner, once the lock is free */
     _Atomic pid_t tid;
-    int stat_fd;              /* the sentry's */
+    int stat_fd;              /* this and the next two are the sentry's */
+    int64_t seen_ns, seen_cpu_ns; /* at its last look */
     _Atomic uint64_t claim;   /* files of the run: next << 32 | end */
     _Atomic int64_t op_start; /* [ns]; 0: in no operation */
     _Atomic int64_t op_file;
@@ -392,12 +395,17 @@ static void arm_sentry(engine *e)
     pthread_cond_signal(&e->sentry_wake);
 }
 
-static void signal_owner(engine *e)
+/* True when the owner must be told; the caller then does so without the lock. */
+static bool must_tell(engine *e)
+{
+    bool must = !e->signalled && !e->stop;
+    e->signalled |= must;
+    return must;
+}
+
+static void tell(engine *e)
 {
     uint64_t one = 1;
-    if (e->signalled || e->stop)
-        return;
-    e->signalled = true;
     if (write(e->event_fd, &one, sizeof one) < 0)
         return; /* only a full counter refuses, and that is readable */
 }
@@ -526,9 +534,9 @@ static int open_file(worker *w, group *g, file *f, struct stat *status, int32_t 
 {
     int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
     bool direct = atomic_load(&f->direct), refused = false;
-    int root = f->name[0] == '/' ? AT_FDCWD : root_of(w, g);
-    int fd = root < 0 && root != AT_FDCWD ? root
-                                          : open_at(w, g, root, f->name, flags | (direct ? O_DIRECT : 0));
+    int root = f->name[0] == '/' ? AT_FDCWD : root_of(w, g), fd = root;
+    if (root >= 0 || root == AT_FDCWD)
+        fd = open_at(w, g, root, f->name, flags | (direct ? O_DIRECT : 0));
     if (fd == -EINVAL && direct) { /* or it is no file at all: look, before O_DIRECT is blamed */
         refused = true;
         fd = open_at(w, g, root, f->name, flags);
@@ -679,9 +687,9 @@ static char *scratch_of(worker *w, int64_t bytes)
         return w->scratch;
     if (w->scratch)
         munmap(w->scratch, (size_t)w->scratch_bytes);
-    w->scratch = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (w->scratch == MAP_FAILED)
-        w->scratch = NULL;
+    void *fresh = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                       -1, 0);
+    w->scratch = fresh == MAP_FAILED ? NULL : fresh;
     w->scratch_bytes = w->scratch ? bytes : 0;
     return w->scratch;
 }
@@ -946,13 +954,13 @@ static void retire(engine *e, group *g)
         free_group(g);
 }
 
-static void complete(engine *e, group *g)
+static bool complete(engine *e, group *g)
 {
     close_root(g);
     g->stage = g->stage == MEASURING ? MEASURED : FETCHED;
     g->done = true;
     append(&e->done, g);
-    signal_owner(e);
+    return must_tell(e);
 }
 
 static void finish(engine *e, worker *w)
@@ -974,13 +982,24 @@ static void finish(engine *e, worker *w)
     if (g->discarded) {
         if (g->users == 0) {
             if (g->stage == FETCHING && --e->unsettled == 0)
-                signal_owner(e);
+                w->notify = must_tell(e);
             retire(e, g);
         }
     } else if (g->unfinished == 0 && g->users == 0) {
-        complete(e, g);
+        w->notify = complete(e, g);
     }
     r->group = NULL;
+}
+
+/* Lets the lock go while the owner is told. */
+static void tell_if_due(engine *e, worker *w)
+{
+    if (!w->notify)
+        return;
+    w->notify = false;
+    pthread_mutex_unlock(&e->lock);
+    tell(e);
+    pthread_mutex_lock(&e->lock);
 }
 
 static void park(engine *e, worker *w)
@@ -989,6 +1008,7 @@ static void park(engine *e, worker *w)
     w->next_idle = e->idle;
     e->idle = w;
     w->called = false;
+    tell_if_due(e, w);
     while (!w->called && !e->stop)
         pthread_cond_wait(&w->wake, &e->lock);
 }
@@ -1023,6 +1043,9 @@ static void *worker_main(void *argument)
         call_one(e);
         arm_sentry(e);
         pthread_mutex_unlock(&e->lock);
+        if (w->notify)
+            tell(e);
+        w->notify = false;
         if (w->run.kind == RUN_CLOSE) {
             bury(w);
         } else {
@@ -1063,11 +1086,27 @@ static int choose(engine *e, sample *samples, int *busy)
     return n;
 }
 
+/* Whether the thread has mostly had a CPU since the last look. Much cheaper than its state. */
+static bool is_busy(worker *w, int64_t now)
+{
+    struct timespec cpu;
+    clockid_t clock = (clockid_t)(~(unsigned)atomic_load(&w->tid) << 3 | 6); /* as glibc makes it */
+    if (clock_gettime(clock, &cpu))
+        return false;
+    int64_t ns = (int64_t)cpu.tv_sec * 1000000000 + cpu.tv_nsec;
+    bool busy = 2 * (ns - w->seen_cpu_ns) >= now - w->seen_ns;
+    w->seen_cpu_ns = ns;
+    w->seen_ns = now;
+    return busy;
+}
+
 /* Whether a thread waits for something other than a CPU. */
 static bool is_blocked(sample *s)
 {
     char text[128];
     worker *w = s->w;
+    if (is_busy(w, now_ns()))
+        return false;
     if (w->stat_fd < 0) {
         snprintf(text, sizeof text, "/proc/self/task/%d/stat", (int)atomic_load(&w->tid));
         w->stat_fd = open(text, O_RDONLY | O_CLOEXEC);
@@ -1114,6 +1153,7 @@ static bool look(engine *e)
         e->calm = 0;
     }
     bool called = false;
+    e->thread_limit = INT_MAX; /* if the system refused a thread, it is asked again now and then */
     while (call_one(e))
         called = true;
     return called || widen;
@@ -1180,12 +1220,15 @@ int engine_fileno(const engine *e) { return e->event_fd; }
 
 int engine_pid(const engine *e) { return e->pid; }
 
-void engine_attach(engine *e, void *memory, int64_t bytes)
+int engine_attach(engine *e, void *memory, int64_t bytes)
 {
+    if (e->options.direct && (uintptr_t)memory % PAGE)
+        return EINVAL;
     pthread_mutex_lock(&e->lock);
     e->memory = memory;
     e->memory_bytes = bytes;
     pthread_mutex_unlock(&e->lock);
+    return 0;
 }
 
 /* One allocation: the group, its files, their names, the root. */
@@ -1223,7 +1266,8 @@ static int submit(engine *e, group *g)
     g->cursor = g->part = 0;
     g->unfinished = g->n;
     if (g->n == 0) {
-        complete(e, g);
+        if (complete(e, g))
+            tell(e);
         return 0;
     }
     append(&e->queue, g);
@@ -1272,14 +1316,22 @@ static bool fits(const engine *e, const file *f, int64_t place)
         return true;
     bool direct = atomic_load(&f->direct);
     int64_t room = direct ? round_up(f->size) : f->size;
-    return (!direct || place % PAGE == 0) && place <= e->memory_bytes && room <= e->memory_bytes - place;
+    if (direct && place % PAGE)
+        return false;
+    return place <= e->memory_bytes && room <= e->memory_bytes - place;
 }
 
 int engine_fetch(engine *e, int64_t number, const int64_t *places, int64_t n, int64_t *bad)
 {
     pthread_mutex_lock(&e->lock);
     group *g = *slot(e, number);
-    int error = e->stop ? ESHUTDOWN : !g || g->stage != MEASURED || g->done ? ENOENT : g->n != n ? EINVAL : 0;
+    int error = 0;
+    if (e->stop)
+        error = ESHUTDOWN;
+    else if (!g || g->stage != MEASURED || g->done)
+        error = ENOENT;
+    else if (g->n != n)
+        error = EINVAL;
     for (int64_t i = 0; i < n && !error; i++) {
         if (!fits(e, &g->files[i], places[i])) {
             *bad = i;

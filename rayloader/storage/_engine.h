@@ -52,7 +52,8 @@ int engine_fileno(const engine *e);
 /* The process that opened it; no other may use it. */
 int engine_pid(const engine *e);
 
-void engine_attach(engine *e, void *memory, int64_t bytes);
+/* EINVAL: O_DIRECT needs memory that begins at a multiple of 4096. */
+int engine_attach(engine *e, void *memory, int64_t bytes);
 
 /* Names are blob[offsets[i] : offsets[i + 1]]; everything is copied.
  * EEXIST: the number is in use. ERANGE: offsets outside the blob. EAGAIN: no thread to be had. */

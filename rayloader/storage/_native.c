@@ -98,8 +98,11 @@ static PyObject *Engine_attach(Engine *self, PyObject *memory)
         return refuse("memory is attached already");
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE))
         return NULL;
+    if (engine_attach(e, self->memory.buf, self->memory.len)) {
+        PyBuffer_Release(&self->memory);
+        return refuse("O_DIRECT needs memory that begins at a multiple of 4096");
+    }
     self->attached = 1;
-    engine_attach(e, self->memory.buf, self->memory.len);
     Py_RETURN_NONE;
 }
 

@@ -520,6 +520,8 @@ class Engine:
         view = memoryview(memory).cast("B")
         if view.readonly:
             raise BufferError("the memory is not writable")
+        if self.direct is not _Direct.NO and np.frombuffer(view, np.uint8).ctypes.data % PAGE:
+            raise UsageError("O_DIRECT needs memory that begins at a multiple of 4096")
         self._memory = view
 
     def measure(

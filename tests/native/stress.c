@@ -1,9 +1,10 @@
 /* Drives _engine.c from C, at random, for the sanitizers: stress DIRECTORY SECONDS SEED.
  *
- * Groups are measured, fetched, discarded and collected in no order, the concurrency changes, engines
- * close in the middle. The linker puts us between the engine and openat64/pread64 (--wrap): some calls
- * are slow, cut short, interrupted, stale or refused. Every byte that was promised is checked, and
- * that a discarded group's memory is left alone once it has settled.
+ * Groups are measured, fetched, discarded and collected in no order, the concurrency changes,
+ * engines close in the middle. The linker puts us between the engine and the system (--wrap): some
+ * calls are slow, cut short, interrupted, stale or refused, and some threads are not to be had.
+ * Every byte that was promised is checked, and that a discarded group's memory is left alone once it
+ * has settled.
  */
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
@@ -13,6 +14,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,6 +30,8 @@ static _Atomic int troubled;     /* calls go wrong */
 static const int wrong_open[] = {EMFILE, ESTALE, EINTR};
 static const int wrong_read[] = {ESTALE, EINTR, EAGAIN};
 
+typedef void *body(void *);
+int __real_pthread_create(pthread_t *thread, const pthread_attr_t *with, body *run, void *x);
 ssize_t __real_pread64(int fd, void *into, size_t bytes, off_t offset);
 int __real_openat64(int root, const char *name, int flags, ...);
 
@@ -67,6 +71,13 @@ int __wrap_openat64(int root, const char *name, int flags, ...)
     return __real_openat64(root, name, flags);
 }
 
+int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *with, body *run, void *x)
+{
+    if (atomic_load(&troubled) && dice() % 4 == 0)
+        return EAGAIN;
+    return __real_pthread_create(thread, with, run, x);
+}
+
 static unsigned state;
 static unsigned any(unsigned below)
 {
@@ -86,7 +97,10 @@ static void must(int holds, const char *what)
 
 static int64_t size_of(int file) { return file % 8 == 7 ? 5 * PART + file : file * 331; }
 
-static unsigned char byte_of(int file, int64_t at) { return (unsigned char)(file * 37 + at * 11 + at / 251); }
+static unsigned char byte_of(int file, int64_t at)
+{
+    return (unsigned char)(file * 37 + at * 11 + at / 251);
+}
 
 static void make_files(const char *directory)
 {
@@ -121,8 +135,9 @@ static void measure(engine *e, int at, const char *root)
         snprintf(blob + 3 * i, 4, "f%02d", s->files[i]);
         offsets[i + 1] = 3 * (i + 1);
     }
-    must(!engine_measure(e, at, root, (int64_t)strlen(root), blob, 3 * s->n, offsets, s->n), "measure");
-    s->state = MEASURING;
+    int error = engine_measure(e, at, root, (int64_t)strlen(root), blob, 3 * s->n, offsets, s->n);
+    must(error == 0 || (error == EAGAIN && atomic_load(&troubled)), "measure");
+    s->state = error ? FREE : MEASURING;
 }
 
 static void fetch(engine *e, int at, const int64_t *sizes)

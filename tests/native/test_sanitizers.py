@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 ENGINE = HERE.parents[1] / "rayloader" / "storage" / "_engine.c"
 COMPILER = os.environ.get("CC", "cc")
 COMMON = ["-std=gnu11", "-g", "-O1", "-pthread", "-Wall", "-Wextra", "-Wshadow", "-Werror"]
-WRAPPED = ["-Wl,--wrap=pread64", "-Wl,--wrap=openat64"]
+WRAPPED = ["-Wl,--wrap=pread64", "-Wl,--wrap=openat64", "-Wl,--wrap=pthread_create"]
 
 
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C compiler")

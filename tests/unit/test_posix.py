@@ -397,6 +397,14 @@ def test_direct_reads_want_aligned_places_and_rounded_room(root, opened):
     assert reading.at(end - 8192, 5000) == content("good", 5000)
 
 
+@pytest.mark.parametrize("engine", ["native", "python"])
+def test_direct_reads_want_aligned_memory(engine):
+    storage = open_posix(StorageSpec(engine=engine, direct=True))
+    with pytest.raises(rayloader.errors.UsageError, match="multiple of 4096"):
+        storage.attach(memoryview(mmap.mmap(-1, 8192))[1:])
+    storage.close()
+
+
 @pytest.mark.parametrize("refuses", ["open", "read"])
 def test_refused_direct_reads_are_an_error_or_a_counted_fallback(mount, opened, refuses):
     where = mount.open_errors if refuses == "open" else mount.errors
