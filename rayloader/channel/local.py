@@ -52,6 +52,7 @@ class TrainerMemory:
         self._live: dict[int, _Lease] = {}
         self._connection: socket.socket | None = None
         self._backlog: collections.deque[bytes] = collections.deque()
+        self._interruption: BaseException | None = None
         self._pid = os.getpid()
 
     def lease(self, table_at: int, length: int, samples: int, lo: int, hi: int) -> np.ndarray:
@@ -103,7 +104,14 @@ class TrainerMemory:
             pass  # the reader is gone; its successor is told what is held
 
     def flush(self) -> None:
-        """Send the releases that found the socket full, as far as it takes them now."""
+        """Send the releases that found the socket full, as far as it takes them now.
+
+        Raises:
+            BaseException: what interrupted a release, mostly KeyboardInterrupt.
+        """
+        interruption, self._interruption = self._interruption, None
+        if interruption is not None:
+            raise interruption
         while self._backlog and self._connection is not None:
             packet = self._backlog.popleft()
             try:
@@ -117,10 +125,20 @@ class TrainerMemory:
     def _dropped(self, lease: Any) -> None:
         """A batch's array is gone. Runs in any thread, inside garbage collection: no locks.
 
-        A forked child drops its copies too, which says nothing about the trainer's.
+        A forked child drops its copies too, which says nothing about the trainer's. What a signal
+        raises in here Python would print and forget; it is kept for the trainer's next step.
         """
-        if os.getpid() == self._pid and self._live.pop(id(lease), None) is not None:
-            self.release(lease.table_at)
+        try:
+            if os.getpid() == self._pid and self._live.pop(id(lease), None) is not None:
+                self.release(lease.table_at)
+        except BaseException as interruption:
+            self._interruption = interruption
+
+    def sweep(self) -> None:
+        """Release what was dropped when a signal kept :meth:`_dropped` from beginning."""
+        for lease in list(self._live.values()):
+            if lease() is None:
+                self._dropped(lease)
 
 
 class _Lease(weakref.ref):  # type: ignore[type-arg]
@@ -204,6 +222,7 @@ class LocalChannel:
 
     def begin(self, generation: int) -> None:
         """What comes from now on belongs to this request."""
+        self._memory.sweep()
         self._say(Kind.BEGIN, generation, self._taken)
         self._generation, self._taken, self._blocked = generation, 0, None
 
@@ -311,6 +330,7 @@ class LocalChannel:
         ready = self._poll.poll(self._POLL_SECONDS * 1000)
         if not ready:
             self._process.require_running()
+            self._memory.sweep()
             self._memory.flush()
             self._require_room()
             on_wait()

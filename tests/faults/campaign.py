@@ -17,6 +17,8 @@ import collections
 import contextlib
 import dataclasses
 import faulthandler
+import gc
+import itertools
 import logging
 import os
 import random
@@ -301,15 +303,67 @@ def _survive(life, name, tally):
         life.dataset.close()
 
 
+def promised(seconds):
+    """The promise [s], stretched on a machine that has more to do than it can."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def many_data_sets(directory, times, seconds):
+    """Open data sets one after the other, read of each a little, nothing or all, and close it.
+
+    Raises:
+        AssertionError: this process is not what it was within so many seconds, or a reader lives.
+    """
+    _open_and_close(directory, 3)
+    before = _around([])
+    memory = psutil.Process().memory_info().rss
+    readers = _open_and_close(directory, times)
+    closed = time.monotonic()
+    assert len(set(readers)) == times
+    while any(now > before[name] for name, now in _around(readers).items()):
+        assert time.monotonic() - closed < seconds, f"{before} was before, {_around(readers)} after"
+        time.sleep(0.02)
+    assert psutil.Process().memory_info().rss < memory + (32 << 20)
+
+
+def _open_and_close(directory, times):
+    """The process ids of the readers."""
+    readers = []
+    for turn in range(times):
+        with rayloader.RankDataset(directory, batch_size=5, rank=0, world_size=1) as dataset:
+            for _ in itertools.islice(dataset, (0, 1, None)[turn % 3]):
+                pass
+            readers.append(dataset._loader._remote.welcome["pid"])
+    return readers
+
+
+def _around(readers):
+    """What there is of this process and of these readers."""
+    gc.collect()
+    with open("/proc/self/maps", "rb") as file:
+        maps = file.read()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "arenas": maps.count(b"rayloader-arena"),
+        "readers": sum(map(psutil.pid_exists, readers)),
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--data-sets", type=int, help="open and close so many, and kill nothing")
     arguments = parser.parse_args()
     logging.getLogger("rayloader").setLevel(logging.ERROR)
     directory = tempfile.mkdtemp()
     try:
         make_files(directory)
+        if arguments.data_sets:
+            many_data_sets(directory, arguments.data_sets, 2.0)
+            print(f"{arguments.data_sets} data sets opened and closed: all is as before")
+            return
         tally = run(arguments.kills, arguments.seed, directory, every=60)
     finally:
         shutil.rmtree(directory)
