@@ -435,6 +435,7 @@ def _init(address: str, deadline: float, guard: Guardian | None = None) -> str:
 
     with _undisturbed():
         node_id = _within(join, deadline, _mute(address), _ray_shutdown, guard)
+    _undo_excepthook()
     _at_exit()
     return node_id
 
@@ -520,6 +521,18 @@ def _import_ray(where: RayAddress | None) -> None:
     names = _DRIVER_ENVIRONMENT if where is not None else _DRIVER_ENVIRONMENT[:1]
     with _environment({name: PRIVATE_ENVIRONMENT[name] for name in names}):
         import ray  # noqa: F401
+
+
+def _undo_excepthook() -> None:
+    """Have an uncaught error printed as it was before Ray was imported.
+
+    Ray's hook first tells the GCS, for ever if that is dead: the process would neither say what is
+    wrong nor end.
+    """
+    from ray._private import worker
+
+    if sys.excepthook is worker.custom_excepthook:
+        sys.excepthook = worker.normal_excepthook
 
 
 @contextlib.contextmanager

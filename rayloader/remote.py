@@ -13,13 +13,14 @@ from rayloader.catalog import Catalog
 from rayloader.channel import Channel, Delivery, ReaderGone, ReaderProcess
 from rayloader.channel.local import LocalChannel, TrainerMemory
 from rayloader.channel.objects import RayChannel
-from rayloader.config import MIB, PAGE, Options
+from rayloader.config import PAGE, TABLES_BYTES, Options
 from rayloader.errors import (
     ChannelError,
     ClusterError,
     PlacementFailed,
     RayloaderError,
     ReaderLost,
+    StorageStalled,
     chained,
 )
 from rayloader.launch import Launch
@@ -34,8 +35,6 @@ log = logging.getLogger("rayloader")
 
 _CAUSE_LETTERS = 300
 """Of Ray's own words, at most so much is repeated [characters]."""
-_TABLES_BYTES = 4 * MIB
-"""Arena of a reader that drops the bytes: room for batches' tables only [bytes]."""
 
 
 class RemoteReader:
@@ -48,9 +47,15 @@ class RemoteReader:
         self._catalog = catalog
         self._owned = _Owned()
         self._begun: Any = None
+        self._counted: ReaderCounts | None = None
+        """What a reader had counted when it was set aside."""
         self._warned_of_mask = False
         self.name = ""
         """The channel's name, ``local`` or ``ray``."""
+        self.concurrency = options.concurrency
+        """Ceiling on reads in flight [reads]."""
+        self.memory_bytes = options.memory_bytes
+        """The bound on batches in memory that is in force [bytes]."""
         self.welcome: dict[str, Any] = {"pid": 0, "engine": "", "affinity": []}
         """What the reader, or the last one, said of itself."""
         weakref.finalize(self, self._owned.close)
@@ -63,6 +68,8 @@ class RemoteReader:
             ReaderLost: the actor does not come up within ``start_timeout``.
         """
         self._owned.memory = TrainerMemory(self._arena_bytes())
+        if self._options.deliver:
+            self.memory_bytes = self._owned.memory.length
         if self._catalog is not None:
             self._owned.catalog_fd = self._catalog.to_fd()
         self._attach()
@@ -77,6 +84,18 @@ class RemoteReader:
         self._owned.end_reader()
         if not ended:
             self._owned.leave_memory()
+        self._replace()
+
+    def _set_aside(self) -> None:
+        """End a reader of which a read hangs; the next request is given to a new one.
+
+        Its memory goes with it, because the read may still come back into it.
+        """
+        self._counted = self.counts()
+        self._owned.end_reader()
+        self._owned.leave_memory()
+
+    def _replace(self) -> None:
         try:
             self._attach()
         except (ReaderLost, ChannelError, ClusterError, OSError) as failure:
@@ -86,14 +105,14 @@ class RemoteReader:
         """End the reader and give the memory back, as far as nobody holds batches in it."""
         self._owned.close()
 
-    @property
-    def memory_bytes(self) -> int:
-        """The bound on batches in memory that is in force [bytes]."""
-        assert self._owned.memory is not None
-        return self._owned.memory.length if self._options.deliver else self._options.memory_bytes
-
     def begin(self, request: Request, files: Catalog | None) -> None:
-        """Have the reader begin an epoch of its catalog or of an explicit list."""
+        """Have the reader begin an epoch of its catalog or of an explicit list.
+
+        Raises:
+            ReaderGone: there is no reader, or none could be made in place of one set aside.
+        """
+        if self._owned.channel is None:
+            self._replace()
         names = files.keys if files is not None else None
         root = files.root if files is not None else b""
         self._channel.begin(request.generation)
@@ -109,16 +128,21 @@ class RemoteReader:
 
     def receive(self) -> Delivery | Ended | Warned:
         """Wait for the next thing; see :meth:`~rayloader.channel.Channel.receive`."""
-        return self._channel.receive(self._check_begun)
+        try:
+            return self._channel.receive(self._check_begun)
+        except StorageStalled:
+            self._set_aside()
+            raise
 
     def counts(self) -> ReaderCounts | None:
         """What the reader has counted in the running epoch."""
         channel = self._owned.channel
-        return channel.counts() if channel is not None else None
+        return channel.counts() if channel is not None else self._counted
 
     def set_concurrency(self, options: Options) -> None:
         """Change the ceiling on reads in flight, here and for readers started later."""
         self._options = options
+        self.concurrency = options.concurrency
         if self._owned.channel is not None:
             with contextlib.suppress(ReaderGone):  # its successor will know
                 self._owned.channel.set_concurrency(options.concurrency)
@@ -132,7 +156,7 @@ class RemoteReader:
     def _arena_bytes(self) -> int:
         options = self._options
         if not options.deliver:
-            return _TABLES_BYTES
+            return max(TABLES_BYTES, 8 * arena.table_bytes(options.batch_size))
         length = arena.affordable(options.memory_bytes, self._launch.local_world_size)
         if length < options.memory_bytes // PAGE * PAGE:
             log.warning(
