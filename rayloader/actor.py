@@ -101,6 +101,12 @@ class ReaderActor:
         listed = None if files is None else Catalog.of_files(files, root)
         self._loop.begin(request, listed)
 
+    def abandon(self, generation: int) -> None:
+        """The Ray channel's trainer has left all requests before this one."""
+        if self._queue is not None and self._loop is not None:
+            self._queue.abandon(generation)
+            self._loop.abandon(generation)
+
     def take(self, generation: int, index: int) -> Fetched | None:
         """The Ray channel's next outcome; see :meth:`~rayloader.serve.QueueLink.take`."""
         assert self._queue is not None

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayloader import limits
-from rayloader.config import PAGE
+from rayloader.config import PAGE, POPULATED_BYTES
 from rayloader.errors import OptionError
 
 HEADER_BYTES = PAGE
@@ -33,7 +33,6 @@ TABLE_COLUMNS = 3
 NOT_DELIVERED = -1
 """Place of a sample whose bytes were dropped in the reader."""
 
-_POPULATED_BYTES = 128 << 20
 _MADV_POPULATE_WRITE = 23
 _F_ADD_SEALS = 1033
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 0x1, 0x2, 0x4
@@ -75,7 +74,7 @@ def populate(mapping: mmap.mmap) -> None:
     them when they are read into.
     """
     with contextlib.suppress(OSError, ValueError):
-        mapping.madvise(_MADV_POPULATE_WRITE, 0, min(len(mapping), _POPULATED_BYTES))
+        mapping.madvise(_MADV_POPULATE_WRITE, 0, min(len(mapping), POPULATED_BYTES))
 
 
 class Extent(NamedTuple):
@@ -137,11 +136,18 @@ class Space:
         self.free -= extent.length
 
     def release(self, extent: Extent) -> None:
-        """Give an extent back; it joins the holes beside it."""
+        """Give an extent back; it joins the holes beside it.
+
+        Raises:
+            ValueError: a part of it is free already.
+        """
         at = bisect.bisect_left(self._holes, extent.start, key=lambda hole: hole.start)
         start, end = extent.start, extent.start + extent.length
+        before = sum(self._holes[at - 1]) if at else 0
+        if start < before or (at < len(self._holes) and end > self._holes[at].start):
+            raise ValueError(f"{extent} is free already")
         first, last = at, at
-        if at and sum(self._holes[at - 1]) == start:
+        if at and before == start:
             first, start = at - 1, self._holes[at - 1].start
         if at < len(self._holes) and self._holes[at].start == end:
             last, end = at + 1, sum(self._holes[at])
@@ -277,6 +283,11 @@ def _inside(starts: Int64s, sizes: Int64s, length: int) -> bool:
     fits = 0 <= int(sizes.min()) <= int(sizes.max()) <= length
     fits = fits and HEADER_BYTES <= int(starts.min()) <= int(starts.max()) <= length
     return fits and int((starts + sizes).max()) <= length
+
+
+def table_bytes(samples: int) -> int:
+    """Room that the table of a batch takes where its bytes are dropped [bytes]."""
+    return pages(_table_bytes(samples, PAGE))
 
 
 def pages(length: int) -> int:

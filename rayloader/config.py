@@ -14,6 +14,17 @@ PAGE = 4096
 """Extents are rounded to this [bytes]: the page, and what O_DIRECT wants."""
 
 
+# Bounds that are no options
+LISTING_SECONDS = 24 * 3600.0
+"""How long ranks wait for the one that lists for them [s]; its death ends their wait."""
+ROOM_SECONDS = 10.0
+"""How long a trainer that holds the whole arena may go on holding it while it waits [s]."""
+POPULATED_BYTES = 128 * MIB
+"""The arena's first pages, touched before the clock [bytes]."""
+TABLES_BYTES = 4 * MIB
+"""Least arena of a reader that drops the bytes: room for batches' tables only [bytes]."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """How one rank reads. Frozen; a changed copy comes from :meth:`replace`.

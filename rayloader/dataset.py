@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from rayloader import launch
 from rayloader.catalog import Catalog
 from rayloader.channel import Delivery
 from rayloader.config import Options
+from rayloader.epoch import EpochRun
 from rayloader.errors import OptionError, UsageError
 from rayloader.launch import Launch
 from rayloader.loader import Loader
@@ -104,7 +105,8 @@ class Batch:
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:
         """The batch on a device, in one transfer; this batch itself if it is there already."""
-        if torch.device(device) == self._data.device:
+        wanted, here = torch.device(device), self._data.device
+        if wanted.type == here.type and wanted.index in (None, here.index):
             return self
         moved = self._compact_source().to(device, non_blocking=non_blocking)
         return self._moved(moved)
@@ -122,7 +124,6 @@ class Batch:
         self._data = pinned
         return self
 
-    @property
     def is_pinned(self) -> bool:
         """True in page-locked memory."""
         return self._data.is_pinned()
@@ -252,15 +253,13 @@ class RankDataset(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         _refuse_worker()
-        return self._batches()
+        return _Batches(self._loader)
 
-    def _batches(self) -> Iterator[Batch]:
-        for run, delivery in self._loader.epoch():
-            batch = _batch(delivery, run.names, run.epoch)
-            # The generator must not hold the batch while the trainer has moved on.
-            del delivery
-            yield batch
-            del batch
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a RankDataset does not travel to another process: its actor is the worker; make it "
+            "where it is used, and give a DataLoader num_workers=0"
+        )
 
     def set_epoch(
         self, epoch: int, files: Sequence[Any] | None = None, steps: int | None = None
@@ -333,6 +332,34 @@ def _pieces(places: list[int], sizes: list[int]) -> list[int] | None:
     return pieces
 
 
+class _Batches(Iterator[Batch]):
+    """One iteration. It keeps no batch: what the trainer drops is free at once."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._run: EpochRun | None = None
+        self._ended = False
+
+    def __next__(self) -> Batch:
+        if self._ended:
+            raise StopIteration
+        try:
+            if self._run is None:
+                self._run = self._loader.begin()
+            delivery = self._loader.receive(self._run)
+        except BaseException:
+            self._ended = True
+            raise
+        if delivery is None:
+            self._ended = True
+            raise StopIteration
+        return _batch(delivery, self._run.names, self._run.epoch)
+
+    def __del__(self) -> None:
+        if self._run is not None and not self._ended:
+            self._loader.leave(self._run)
+
+
 def _batch(delivery: Delivery, names: Catalog | None, epoch: int) -> Batch:
     assert names is not None
     data = torch.from_numpy(delivery.data)
@@ -352,18 +379,30 @@ def _refuse_worker() -> None:
 
 def _launched(rank: int | None, world_size: int | None) -> Launch:
     """Who this process is: as given, as torch.distributed or Ray Train say, or as launched."""
-    found = launch.detect(os.environ)
+    if (rank is None) != (world_size is None):
+        raise OptionError("rank and world_size go together: give both, or neither")
+    try:
+        found = launch.detect(os.environ)
+    except OptionError:  # what the caller says is enough
+        if rank is None:
+            raise
+        found = launch.detect({})
     if found.run_id is None and found.launcher != "single":
         # MPICH and Intel MPI name no run; the ranks of a node have their launcher in common.
         found = dataclasses.replace(found, run_id=parent_run_id())
-    if (rank is None) != (world_size is None):
-        raise OptionError("rank and world_size go together: give both, or neither")
-    if rank is None or world_size is None:
-        known = _from_torch_distributed() or _from_ray_train()
-        if known is None:
-            return found
-        rank, world_size = known
-    return dataclasses.replace(found, rank=rank, world_size=world_size)
+    if rank is not None and world_size is not None:
+        return dataclasses.replace(found, rank=rank, world_size=world_size)
+    known = _from_torch_distributed()
+    if known is None and found.launcher == "single":
+        known = _from_ray_train()
+    if known is None:
+        return found
+    rank, world_size = known
+    found = dataclasses.replace(found, rank=rank, world_size=world_size)
+    if found.launcher == "single" and world_size > 1 and found.run_id is None:
+        # Spawned by hand (torch.multiprocessing): ranks of one node have one parent.
+        return dataclasses.replace(found, run_id=parent_run_id(), local_world_size=world_size)
+    return found
 
 
 def _from_torch_distributed() -> tuple[int, int] | None:

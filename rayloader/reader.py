@@ -33,6 +33,7 @@ from rayloader.errors import (
     SkipBudgetExceeded,
     StorageError,
     StorageStalled,
+    printable,
 )
 from rayloader.plan import EpochPlan, ListPlan
 from rayloader.receipt import Fingerprint, Hashes, Skipped, name_hashes
@@ -102,6 +103,10 @@ class Ended(NamedTuple):
 Outcome = Ready | Failed | Blocked | Warned | Ended
 
 
+_Lease = tuple[int, int]
+"""(generation, where the table is): what one batch in the trainer's hands is called."""
+
+
 class _Stage(enum.Enum):
     MEASURING = enum.auto()
     MEASURED = enum.auto()
@@ -135,29 +140,33 @@ class Reader:
         self._alignment = PAGE if options.direct else CACHE_LINE
         self._space = Space(len(memory))
         self._groups = 0
-        self._quarantine: list[Room] = []
-        self._leased: dict[int, Room] = {}
-        self._early_releases: set[int] = set()
+        self._quarantine: list[tuple[int, Room]] = []
+        """Rooms that reads of left epochs may still write to, with their groups."""
+        self._leased: dict[_Lease, Room] = {}
+        self._early_releases: set[_Lease] = set()
+        self._generation = 0
         self._request: Request | None = None
         self._forget_epoch()
         self._statistics = _Statistics(storage, memory)
 
     # What the trainer says
 
-    def hold(self, table_at: int, length: int, samples: int) -> None:
+    def hold(self, generation: int, table_at: int, length: int, samples: int) -> None:
         """The trainer still holds this batch from before this reader was started."""
-        if table_at in self._early_releases:
-            self._early_releases.remove(table_at)
+        lease = (generation, table_at)
+        if lease in self._early_releases:
+            self._early_releases.remove(lease)
             return
         room = _room_held(self._memory, table_at, length, samples, self._alignment)
         for extent in room.extents:
             self._space.hold(extent)
-        self._leased[table_at] = room
+        self._leased[lease] = room
 
     def begin(self, request: Request, catalog: Catalog) -> None:
         """Leave what was under way and read this instead."""
         self.abandon()
         self._request = request
+        self._generation = request.generation
         self._root = catalog.root
         self._planned = _planned(request, catalog)
         self._skipped = request.skipped
@@ -173,7 +182,7 @@ class Reader:
         self._drop_unsent()
         for table_at, (number, room) in self._sent.items():
             if number < taken:
-                self._leased[table_at] = room
+                self._leased[self._generation, table_at] = room
             else:
                 self._free(room)
         self._forget_epoch()
@@ -182,14 +191,15 @@ class Reader:
         """The trainer has taken so many batches of this epoch; it says so when that is bounded."""
         self._taken = count
 
-    def released(self, table_at: int) -> None:
-        """The trainer has dropped the batch whose table is here."""
-        _, room = self._sent.pop(table_at, (0, None))
-        room = room or self._leased.pop(table_at, None)
-        if room is None:
-            self._early_releases.add(table_at)
+    def released(self, generation: int, table_at: int) -> None:
+        """The trainer has dropped the batch of this request whose table is here."""
+        lease = (generation, table_at)
+        if generation == self._generation and table_at in self._sent:
+            self._free(self._sent.pop(table_at)[1])
+        elif lease in self._leased:
+            self._free(self._leased.pop(lease))
         else:
-            self._free(room)
+            self._early_releases.add(lease)
 
     def set_concurrency(self, concurrency: int) -> None:
         """Change the ceiling on reads in flight [reads]."""
@@ -222,7 +232,7 @@ class Reader:
         for group, batch in self._by_group.items():
             self._storage.discard(group)
             if batch.room is not None:
-                self._quarantine.append(batch.room)
+                self._quarantine.append((group, batch.room))
         for batch in self._unsent:
             if batch.stage is _Stage.COMPLETE and batch.room is not None:
                 self._free(batch.room)
@@ -284,6 +294,8 @@ class Reader:
                 break
             layout = arena.lay_out(self._wanted(batch), self._alignment)
             if layout.length > self._space.capacity:
+                if self._unsent[0] is not batch:
+                    break  # those before it are delivered first
                 return [self._fail(batch, self._too_large(layout.length))]
             batch.room = arena.reserve_batch(self._space, layout)
             if batch.room is None:
@@ -319,7 +331,7 @@ class Reader:
 
     def _wait_for_room(self, batch: _Batch, needed: int) -> list[Outcome]:
         """Say so, once, when only the trainer can make room."""
-        if self._fetching or self._quarantine or self._blocked or self._unsent[0] is not batch:
+        if self._fetching or self._blocked or self._unsent[0] is not batch:
             return []
         self._blocked = True
         return [Blocked(batch.step, needed)]
@@ -430,14 +442,20 @@ class Reader:
             return [self._fail(self._unsent[0], stalled)]
         if age > self._options.stall_seconds and not self._warned:
             self._warned = True
-            return [Warned(f"{key}: no answer from the storage for {age:.0f} s, still waiting")]
+            return [
+                Warned(
+                    f"{printable(key)}: no answer from the storage for {age:.0f} s, still waiting"
+                )
+            ]
         return []
 
     def _reclaim(self) -> None:
-        if self._quarantine and self._storage.settled():
-            for room in self._quarantine:
+        quarantine, self._quarantine = self._quarantine, []
+        for group, room in quarantine:
+            if self._storage.settled(group):
                 self._free(room)
-            self._quarantine.clear()
+            else:
+                self._quarantine.append((group, room))
 
     def _free(self, room: Room) -> None:
         for extent in room.extents:

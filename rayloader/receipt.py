@@ -111,7 +111,7 @@ class Receipt:
     bytes_transferred: int = 0
     """Bytes that came from the storage in this epoch, read-ahead and repeats included [bytes]."""
     seconds: float = 0.0
-    """From the first ``next()`` to the last batch, or to now [s]."""
+    """From the first ``next()`` to the end of the iteration, or to now [s]."""
     first_batch_seconds: float = 0.0
     """From the first ``next()`` to its batch [s]."""
     gap_seconds: float = 0.0
@@ -147,7 +147,6 @@ class Receipt:
     metadata_ops_before_clock: int = 0
     """Opens, stats and listings before the clock: of the source too, on the first receipt of the
     rank that listed it [operations]."""
-    """Opens, stats and HEADs in that time."""
     direct_bytes: int = 0
     """Bytes read with O_DIRECT [bytes]."""
     direct_fallback_files: int = 0

@@ -74,5 +74,5 @@ def _drain(reader: Reader, storage: BulkReader) -> None:
             if isinstance(outcome, Ended):
                 return
             if isinstance(outcome, Ready):
-                reader.released(outcome.table_at)
+                reader.released(1, outcome.table_at)
         poll.poll(100)

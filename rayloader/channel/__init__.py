@@ -77,7 +77,9 @@ class ReaderProcess:
         """
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        return bool(select.select([self.pidfd], [], [], self._END_SECONDS)[0])
+        death = select.poll()
+        death.register(self.pidfd, select.POLLIN)
+        return bool(death.poll(self._END_SECONDS * 1000))
 
     def close(self) -> None:
         """Give the descriptor back. Idempotent."""

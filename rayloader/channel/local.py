@@ -27,6 +27,7 @@ from rayloader.channel.wire import (
     unpack,
     unpickled,
 )
+from rayloader.config import ROOM_SECONDS
 from rayloader.errors import BatchTooLarge, ChannelError
 from rayloader.reader import Ended, ReaderCounts, Warned
 from rayloader.receipt import Fingerprint, Skipped
@@ -55,12 +56,14 @@ class TrainerMemory:
         self._interruption: BaseException | None = None
         self._pid = os.getpid()
 
-    def lease(self, table_at: int, length: int, samples: int, lo: int, hi: int) -> np.ndarray:
-        """A fresh array over [lo, hi); the batch is released when its last user drops it."""
-        data = self.root[lo:hi]
+    def lease(
+        self, generation: int, table_at: int, length: int, samples: int, span: tuple[int, int]
+    ) -> np.ndarray:
+        """A fresh array over ``span``; the batch is released when its last user drops it."""
+        data = self.root[slice(*span)]
         lease = _Lease(data, self._dropped)
-        lease.table_at, lease.length, lease.samples = table_at, length, samples
-        lease.nbytes = hi - lo
+        lease.batch = (generation, table_at, length, samples)
+        lease.nbytes = len(data)
         self._live[id(lease)] = lease
         return data
 
@@ -69,17 +72,16 @@ class TrainerMemory:
         """Bytes of all batches that live [bytes]."""
         return sum(lease.nbytes for lease in list(self._live.values()))
 
-    def connect(self, connection: socket.socket) -> list[tuple[int, int, int]]:
+    def connect(self, connection: socket.socket) -> list[tuple[int, int, int, int]]:
         """From now on this reader is told of releases.
 
         Returns:
-            What is held already, and must be told too: (table_at, length, samples) each. One that
-            is dropped before that is released before it is announced, which the reader expects.
+            What is held already, and must be told too: (generation, table_at, length, samples). One
+            that is dropped before that is released before it is announced, as the reader expects.
         """
         self._backlog.clear()
         self._connection = connection
-        leases = list(self._live.values())
-        return [(lease.table_at, lease.length, lease.samples) for lease in leases]
+        return [lease.batch for lease in list(self._live.values())]
 
     def disconnect(self) -> None:
         """No reader any more: drops need not be told."""
@@ -90,9 +92,9 @@ class TrainerMemory:
         self.disconnect()
         os.close(self.fd)
 
-    def release(self, table_at: int) -> None:
+    def release(self, generation: int, table_at: int) -> None:
         """Tell the reader that a batch is free. Never blocks, never raises: see ``_dropped``."""
-        packet = pack(Kind.RELEASED, table_at)
+        packet = pack(Kind.RELEASED, generation, table_at)
         connection = self._connection
         if connection is None:
             return
@@ -130,7 +132,7 @@ class TrainerMemory:
         """
         try:
             if os.getpid() == self._pid and self._live.pop(id(lease), None) is not None:
-                self.release(lease.table_at)
+                self.release(*lease.batch[:2])
         except BaseException as interruption:
             self._interruption = interruption
 
@@ -144,10 +146,9 @@ class TrainerMemory:
 class _Lease(weakref.ref):  # type: ignore[type-arg]
     """A weak reference to a batch's array that knows where the batch lies."""
 
-    __slots__ = ("length", "nbytes", "samples", "table_at")
-    table_at: int
-    length: int
-    samples: int
+    __slots__ = ("batch", "nbytes")
+    batch: tuple[int, int, int, int]
+    """(generation, where its table is, length of its one extent or 0, samples)."""
     nbytes: int
 
 
@@ -168,7 +169,6 @@ class LocalChannel:
 
     name = "local"
     _POLL_SECONDS = 1.0
-    _ROOM_SECONDS = 10.0
 
     def __init__(
         self,
@@ -196,6 +196,7 @@ class LocalChannel:
         self._generation = self._taken = 0
         self._tell_taken = tell_taken
         self._blocked: tuple[float, int, int] | None = None
+        self._skipped: list[Skipped] = []
         self._buffer = bytearray(PACKET_BYTES)
         self._view = memoryview(self._buffer)
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -225,6 +226,7 @@ class LocalChannel:
         self._memory.sweep()
         self._say(Kind.BEGIN, generation, self._taken)
         self._generation, self._taken, self._blocked = generation, 0, None
+        self._skipped = []
 
     def receive(self, on_wait: Callable[[], None]) -> Delivery | Ended | Warned:
         """Wait for the next thing of this request."""
@@ -236,7 +238,9 @@ class LocalChannel:
             match kind:
                 case Kind.READY:
                     self._blocked = None
-                    return self._take(fields, payload)
+                    return self._take(fields)
+                case Kind.SKIPPED:
+                    self._skipped.append(_skipped(payload))
                 case Kind.ENDED:
                     return Ended(fields[1])
                 case Kind.WARNED:
@@ -303,7 +307,9 @@ class LocalChannel:
 
     def _wait_to_say(self) -> None:
         assert self._process is not None
-        if not select.select([], [self._connection], [], self._POLL_SECONDS)[1]:
+        writable = select.poll()
+        writable.register(self._connection, select.POLLOUT)
+        if not writable.poll(self._POLL_SECONDS * 1000):
             self._process.require_running()
 
     def _next_packet(self, on_wait: Callable[[], None]) -> tuple[Kind, tuple[int, ...], bytes]:
@@ -337,27 +343,28 @@ class LocalChannel:
         elif all(fd == self._process.pidfd for fd, _ in ready):
             raise ReaderGone("the reader's process has died")
 
-    def _take(self, fields: tuple[int, ...], payload: bytes) -> Delivery:
-        _, step, table_at, length, samples, nbytes, content, order = fields
+    def _take(self, fields: tuple[int, ...]) -> Delivery:
+        generation, step, table_at, length, samples, nbytes, content, order = fields
         names = Fingerprint(samples, content % (1 << 64), order % (1 << 64))
         memory = self._memory
         try:
-            skipped = [Skipped(*pair) for pair in json.loads(payload)] if payload else []
             table = arena.read_table(memory.memory, table_at, samples)
             if not 0 <= length <= memory.length - table_at:
                 raise ValueError(f"{length} bytes at {table_at} end outside the arena")
         except (ValueError, TypeError) as wrong:
             raise ReaderGone(f"the reader's batch {step} makes no sense: {wrong}") from wrong
-        lo, hi = _span(table, table_at, length)
+        span = _span(table, table_at, length)
+        skipped, self._skipped = self._skipped, []
         private = 2 * (memory.held_bytes + (length or nbytes)) > memory.length
         if private:
             table, data = arena.gathered(table, memory.root)
-            memory.release(table_at)
+            self._taken += 1
+            memory.release(generation, table_at)
         else:
-            data = memory.lease(table_at, length, samples, lo, hi)
             if samples and table[0, 0] != arena.NOT_DELIVERED:
-                table[:, 0] -= lo
-        self._taken += 1
+                table[:, 0] -= span[0]
+            self._taken += 1
+            data = memory.lease(generation, table_at, length, samples, span)
         if self._tell_taken:
             self._say(Kind.TAKEN, self._taken)
         return Delivery(step, data, table, nbytes, names, skipped, private)
@@ -368,12 +375,19 @@ class LocalChannel:
             return
         since, needed, held_then = self._blocked
         held = self._memory.held_bytes
-        if held == held_then and time.monotonic() - since > self._ROOM_SECONDS:
+        if held == held_then and time.monotonic() - since > ROOM_SECONDS:
             raise BatchTooLarge(
-                f"the next batch needs {needed:,} bytes in one piece and the batches still "
-                f"held take {held:,} of {self._memory.length:,}: drop or clone() them, or "
+                f"the next batch needs {needed:,} bytes and finds no room; the batches still held "
+                f"take {held:,} of {self._memory.length:,}: drop or clone() them, or "
                 f"set memory_bytes to at least {2 * (held + needed):,}"
             )
+
+
+def _skipped(payload: bytes) -> Skipped:
+    try:
+        return Skipped(*json.loads(payload))
+    except (ValueError, TypeError) as wrong:
+        raise ReaderGone(f"the reader's list of skipped samples makes no sense: {wrong}") from wrong
 
 
 def _crashed(trace: str) -> ReaderGone:

@@ -45,6 +45,7 @@ class RayChannel:
     def begin(self, generation: int) -> None:
         """What comes from now on belongs to this request."""
         self._generation, self._asked = generation, 0
+        self._actor.abandon.remote(generation)
         self._calls.clear()
         self._page = None
 
@@ -76,7 +77,7 @@ class RayChannel:
                 assert fetched.table is not None
                 assert fetched.data is not None
                 data, table = np.array(fetched.data), np.array(fetched.table)
-                return Delivery(step, data, table, nbytes, names, skipped, private=True)
+                return Delivery(step, data, table, nbytes, names, skipped, private=False)
             case Failed(_, error):
                 raise error
             case Ended() | Warned() as outcome:

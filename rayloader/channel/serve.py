@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import json
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -44,8 +46,12 @@ class Link(Protocol):
         """Pass on what the trainer said; False when the trainer is gone."""
         ...
 
-    def started(self, generation: int) -> bool:
-        """True when the trainer has said everything that belongs to older requests."""
+    def expects(self, generation: int) -> bool:
+        """True when the trainer waits for this request, and has said all about older ones."""
+        ...
+
+    def begun(self, generation: int) -> None:
+        """What is sent from now on belongs to this request."""
         ...
 
     def send(self, generation: int, outcomes: list[Outcome]) -> None:
@@ -78,6 +84,15 @@ class ReaderLoop:
         self._calls.append(action)
         os.eventfd_write(self._wake, 1)
 
+    def abandon(self, generation: int) -> None:
+        """Have the loop leave what is older than this request; from any thread."""
+
+        def leave() -> None:
+            if self.generation < generation:
+                self._reader.abandon()
+
+        self.call(leave)
+
     def begin(self, request: Request, files: Catalog | None) -> None:
         """Have the loop begin an epoch; from any thread."""
         catalog = files if files is not None else self._catalog
@@ -87,6 +102,7 @@ class ReaderLoop:
 
     def run(self) -> None:
         """Work until the trainer is gone."""
+        _ask_for_short_slices()
         while True:
             self._wait()
             if not self._link.listen(self._reader):
@@ -112,12 +128,28 @@ class ReaderLoop:
             self._waiting = (request, catalog)
 
     def _start(self) -> None:
-        if self._waiting is None or not self._link.started(self._waiting[0].generation):
+        if self._waiting is None or not self._link.expects(self._waiting[0].generation):
             return
         request, catalog = self._waiting
         self._waiting = None
         self.generation = request.generation
+        self._link.begun(request.generation)
         self._reader.begin(request, catalog)
+
+
+def _ask_for_short_slices() -> None:
+    """Have this thread run soon after it is woken, although the storage's threads are busy.
+
+    It works some 0.1 ms at a time, and everything waits for it. From Linux 6.12 on, a thread may
+    say so (sched_setattr, sched(7)); where it may not, nothing changes.
+    """
+    number = {"x86_64": 314, "aarch64": 274}.get(os.uname().machine)
+    if number is None:
+        return
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    size, policy, flags, priority, runtime_ns = 48, 0, 0, 0, 100_000
+    attributes = struct.pack("=IIQiIQQQ", size, policy, flags, nice, priority, runtime_ns, 0, 0)
+    ctypes.CDLL(None).syscall(number, 0, attributes, 0)
 
 
 class SocketLink:
@@ -127,6 +159,8 @@ class SocketLink:
         """Speak over a connection whose handshake is done."""
         self._connection = connection
         self._pidfd = os.pidfd_open(trainer_pid)
+        self._death = select.poll()
+        self._death.register(self._pidfd, select.POLLIN)
         self._said = 0
         self._unsent: collections.deque[bytes] = collections.deque()
 
@@ -157,26 +191,30 @@ class SocketLink:
             try:
                 packet = self._connection.recv(FIELDS.size, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return not select.select([self._pidfd], [], [], 0)[0]
+                return not self._death.poll(0)
             except OSError:
                 return False
             if not packet:
                 return False
             self._obey(reader, *unpack(packet)[:2])
 
-    def started(self, generation: int) -> bool:
-        """True after BEGIN with this generation."""
-        return self._said >= generation
+    def expects(self, generation: int) -> bool:
+        """True after BEGIN with this generation and before the next."""
+        return self._said == generation
+
+    def begun(self, generation: int) -> None:
+        """Every packet says what it belongs to."""
 
     def send(self, generation: int, outcomes: list[Outcome]) -> None:
         """Send as much as the socket takes; the rest when it can take more."""
-        self._unsent.extend(pack_outcome(generation, outcome) for outcome in outcomes)
+        for outcome in outcomes:
+            self._unsent.extend(pack_outcome(generation, outcome))
         while self._unsent:
             try:
                 self._connection.send(self._unsent[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return
-            except OSError:
+            except (BrokenPipeError, ConnectionResetError):
                 self._unsent.clear()
                 return
             self._unsent.popleft()
@@ -186,17 +224,17 @@ class SocketLink:
             case Kind.TAKEN:
                 reader.taken(fields[0])
             case Kind.RELEASED:
-                reader.released(fields[0])
+                reader.released(*fields[:2])
             case Kind.HELD:
-                reader.hold(*fields[:3])
+                reader.hold(*fields[:4])
             case Kind.BEGIN:
                 self._said = fields[0]
                 self._unsent.clear()
                 reader.abandon(fields[1])
-            case Kind.CONCURRENCY:
+            case Kind.CONCURRENCY if fields[0] > 0:
                 reader.set_concurrency(fields[0])
             case _:
-                raise ChannelError(f"a trainer does not say {kind.name}")
+                raise ChannelError(f"a trainer does not say {kind.name} {fields[0]}")
 
 
 class Attached(NamedTuple):
@@ -239,7 +277,10 @@ def accept_trainer(listener: socket.socket, deadline: float) -> Attached:
         arena.populate(mapping)
         memory = memoryview(mapping)
         os.close(fds[0])
-        catalog = Catalog.from_fd(fds[1]) if len(fds) > 1 else None
+        catalog = None
+        if len(fds) > 1:
+            catalog = Catalog.from_fd(fds[1])
+            os.close(fds[1])
         return Attached(connection, pid, memory, catalog)
 
 
@@ -250,8 +291,9 @@ class QueueLink:
         """Hand out copies of batches in ``memory``."""
         self._memory = memory
         self._generation = 0
+        self._begun = False
         self._outcomes: dict[int, Outcome] = {}
-        self._next = 0
+        self._next = self._taken = 0
         self._arrived = threading.Condition()
 
     def descriptors(self) -> list[tuple[int, int]]:
@@ -262,13 +304,26 @@ class QueueLink:
         """Nothing is said here; Ray ends this process with its trainer."""
         return True
 
-    def started(self, generation: int) -> bool:
-        """A request counts from its arrival."""
+    def expects(self, generation: int) -> bool:
+        """True unless the trainer has left this request already."""
+        return generation >= self._generation
+
+    def begun(self, generation: int) -> None:
+        """Outcomes count anew; whoever waits for an older request's is told that it is over."""
         with self._arrived:
-            self._generation, self._next = generation, 0
-            self._outcomes.clear()
+            if self._generation < generation or not self._begun:
+                self._generation, self._next, self._taken = generation, 0, 0
+                self._outcomes.clear()
+                self._begun = True
             self._arrived.notify_all()
-        return True
+
+    def abandon(self, generation: int) -> None:
+        """The trainer has left all requests before this one."""
+        with self._arrived:
+            if self._generation < generation:
+                self._generation, self._begun = generation, False
+                self._outcomes.clear()
+            self._arrived.notify_all()
 
     def send(self, generation: int, outcomes: list[Outcome]) -> None:
         """Keep the outcomes until they are fetched.
@@ -303,8 +358,9 @@ class QueueLink:
 
         def give_back() -> None:
             if loop.generation == generation:  # else its room is free already
-                reader.taken(index + 1)
-                reader.released(outcome.table_at)
+                self._taken += 1
+                reader.taken(self._taken)
+                reader.released(generation, outcome.table_at)
 
         loop.call(give_back)
         return Fetched(outcome, table, data, page.copy())

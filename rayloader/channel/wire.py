@@ -5,7 +5,7 @@ so that what the trainer holds outlives a reader::
 
     trainer → reader   HELLO (arena and catalog as descriptors) · HELD* · BEGIN
                        RELEASED a batch · TAKEN batches (if read-ahead is bounded) · CONCURRENCY
-    reader → trainer   WELCOME · READY · BLOCKED · WARNED · FAILED · ENDED · CRASHED
+    reader → trainer   WELCOME · SKIPPED* · READY · BLOCKED · WARNED · FAILED · ENDED · CRASHED
 
 What is to be read travels as an actor method call; BEGIN with the same generation says that
 everything the trainer said before belongs to an older epoch, and how many batches of that epoch
@@ -24,6 +24,7 @@ import struct
 
 from rayloader.errors import ChannelError, RayloaderError
 from rayloader.reader import Blocked, Ended, Failed, Outcome, Ready, Warned
+from rayloader.receipt import Skipped
 
 PROTOCOL_VERSION = 1
 PACKET_BYTES = 1 << 17
@@ -48,6 +49,7 @@ class Kind(enum.IntEnum):
     FAILED = 20
     ENDED = 21
     CRASHED = 22
+    SKIPPED = 23
 
 
 def pack(kind: Kind, *fields: int, payload: bytes = b"") -> bytes:
@@ -71,15 +73,11 @@ def unpack(packet: memoryview | bytes) -> tuple[Kind, tuple[int, ...], bytes]:
         raise ChannelError(f"unknown kind of packet: {number}") from None
 
 
-def pack_outcome(generation: int, outcome: Outcome) -> bytes:
-    """What a reader has for its trainer, as a packet."""
+def pack_outcome(generation: int, outcome: Outcome) -> list[bytes]:
+    """What a reader has for its trainer, as packets."""
     match outcome:
         case Ready(step, table_at, length, samples, nbytes, names, skipped):
-            payload = json.dumps(skipped).encode() if skipped else b""
-            while len(payload) > PAYLOAD_BYTES:
-                skipped = skipped[: len(skipped) // 2]
-                payload = json.dumps(skipped).encode()
-            return pack(
+            ready = pack(
                 Kind.READY,
                 generation,
                 step,
@@ -89,16 +87,20 @@ def pack_outcome(generation: int, outcome: Outcome) -> bytes:
                 nbytes,
                 names.content,
                 names.order,
-                payload=payload,
             )
+            return [*(pack(Kind.SKIPPED, generation, payload=_json(one)) for one in skipped), ready]
         case Failed(step, error):
-            return pack(Kind.FAILED, generation, step, payload=pickled(error))
+            return [pack(Kind.FAILED, generation, step, payload=pickled(error))]
         case Blocked(step, needed):
-            return pack(Kind.BLOCKED, generation, step, needed)
+            return [pack(Kind.BLOCKED, generation, step, needed)]
         case Warned(text):
-            return pack(Kind.WARNED, generation, payload=text.encode(errors="replace"))
+            return [pack(Kind.WARNED, generation, payload=text.encode(errors="replace"))]
         case Ended(steps):
-            return pack(Kind.ENDED, generation, steps)
+            return [pack(Kind.ENDED, generation, steps)]
+
+
+def _json(skipped: Skipped) -> bytes:
+    return json.dumps(skipped).encode()
 
 
 def pickled(error: RayloaderError) -> bytes:

@@ -191,8 +191,12 @@ class BulkReader(Protocol):
         """Forget a group: queued operations are dropped, open files closed as soon as possible."""
         ...
 
-    def settled(self) -> bool:
-        """True when no read of a discarded group is still running: its memory is free."""
+    def settled(self, group: int | None = None) -> bool:
+        """True when no operation of a discarded group is still running.
+
+        Args:
+            group: ask for this discarded group only; another one may be stuck for ever.
+        """
         ...
 
     def collect(self) -> list[Progress]:
@@ -212,7 +216,10 @@ class BulkReader(Protocol):
         ...
 
     def oldest_read(self) -> tuple[float, str]:
-        """Age [s] and key of the operation in flight for longest; ``(0.0, "")`` when none is."""
+        """Age [s] and key of the operation in flight for longest; ``(0.0, "")`` when none is.
+
+        Operations of discarded groups do not count: nobody waits for them.
+        """
         ...
 
     def close(self) -> None:

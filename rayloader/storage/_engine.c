@@ -1481,6 +1481,8 @@ int64_t engine_oldest_ns(engine *e, char *name, int64_t *length)
         int64_t start = atomic_load_explicit(&w->op_start, memory_order_acquire);
         if (start == 0 || start >= earliest || !w->run.group || w->run.kind == RUN_CLOSE)
             continue;
+        if (atomic_load(&w->run.group->discarded))
+            continue; /* nobody waits for it */
         earliest = start;
         oldest = &w->run.group->files[atomic_load_explicit(&w->op_file, memory_order_relaxed)];
     }
@@ -1511,6 +1513,18 @@ static void destroy(engine *e)
     pthread_cond_destroy(&e->sentry_wake);
     pthread_mutex_destroy(&e->lock);
     free(e);
+}
+
+bool engine_group_settled(engine *e, int64_t number)
+{
+    bool settled = true;
+    pthread_mutex_lock(&e->lock);
+    for (worker *w = e->workers; w && settled; w = w->next) {
+        const group *g = w->run.group;
+        settled = !g || g->number != number || !atomic_load(&g->discarded);
+    }
+    pthread_mutex_unlock(&e->lock);
+    return settled;
 }
 
 static void retire_all(engine *e)

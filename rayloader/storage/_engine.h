@@ -69,6 +69,8 @@ void engine_discard(engine *e, int64_t number);
 
 /* No read of a discarded group is still running. */
 bool engine_settled(engine *e);
+/* The same for one discarded group. */
+bool engine_group_settled(engine *e, int64_t number);
 
 /* What has finished, as a list; walk it with group_next, then engine_release each. */
 group *engine_collect(engine *e);

@@ -184,11 +184,16 @@ static PyObject *Engine_discard(Engine *self, PyObject *number)
     Py_RETURN_NONE;
 }
 
-static PyObject *Engine_settled(Engine *self, PyObject *none)
+static PyObject *Engine_settled(Engine *self, PyObject *args)
 {
-    (void)none;
     engine *e = core_of(self);
-    return e ? PyBool_FromLong(engine_settled(e)) : NULL;
+    PyObject *number = Py_None;
+    if (!e || !PyArg_ParseTuple(args, "|O", &number))
+        return NULL;
+    if (number == Py_None)
+        return PyBool_FromLong(engine_settled(e));
+    long long group = PyLong_AsLongLong(number);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(engine_group_settled(e, group));
 }
 
 /* (number, sizes: int64 bytes, codes: int32 bytes or None when all went well) */
@@ -334,7 +339,7 @@ static PyMethodDef methods[] = {
     {"measure", (PyCFunction)Engine_measure, METH_VARARGS, NULL},
     {"fetch", (PyCFunction)Engine_fetch, METH_VARARGS, NULL},
     {"discard", (PyCFunction)Engine_discard, METH_O, NULL},
-    {"settled", (PyCFunction)Engine_settled, METH_NOARGS, NULL},
+    {"settled", (PyCFunction)Engine_settled, METH_VARARGS, NULL},
     {"collect", (PyCFunction)Engine_collect, METH_NOARGS, NULL},
     {"counters", (PyCFunction)Engine_counters, METH_NOARGS, NULL},
     {"reset_peak", (PyCFunction)Engine_reset_peak, METH_NOARGS, NULL},

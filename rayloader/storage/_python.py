@@ -578,9 +578,10 @@ class Engine:
             elif group.stage is _Stage.FETCHING:
                 self._unsettled.add(group)
 
-    def settled(self) -> bool:
+    def settled(self, group: int | None = None, /) -> bool:
         self._check()
-        return not self._unsettled
+        with self._lock:
+            return all(group not in (None, one.number) for one in self._unsettled)
 
     def collect(self) -> list[tuple[int, bytes, bytes | None]]:
         self._check()
@@ -632,7 +633,9 @@ class Engine:
         with self._lock:
             for worker in self._workers:
                 op, began = worker.op, worker.began
-                if op is not None and op.kind is not _Kind.CLOSE and began and now - began > age:
+                if op is None or op.kind is _Kind.CLOSE or op.group.discarded:
+                    continue
+                if began and now - began > age:
                     age, name = now - began, op.group.name(op.file)
         return age, name
 

@@ -238,11 +238,14 @@ class MemoryStorage:
                 gone.discarded = True
                 self._queue = deque(op for op in self._queue if op.group is not gone)
 
-    def settled(self) -> bool:
+    def settled(self, group: int | None = None) -> bool:
         """See ``BulkReader``."""
         self._check()
         with self._changed:
-            return not any(op.group.discarded and op.is_read for _, _, op in self._due)
+            return not any(
+                op.group.discarded and op.is_read and group in (None, op.group.number)
+                for _, _, op in self._due
+            )
 
     def collect(self) -> list[Progress]:
         """See ``BulkReader``."""
@@ -286,7 +289,8 @@ class MemoryStorage:
         """See ``BulkReader``."""
         self._check()
         with self._changed:
-            oldest = min((op for _, _, op in self._due), key=lambda op: op.began, default=None)
+            wanted = (op for _, _, op in self._due if not op.group.discarded)
+            oldest = min(wanted, key=lambda op: op.began, default=None)
         if oldest is None:
             return 0.0, ""
         age = time.perf_counter() - oldest.began

@@ -64,8 +64,8 @@ class Engine(Protocol):
         """Forget a group."""
         ...
 
-    def settled(self) -> bool:
-        """True when no read of a discarded group is running."""
+    def settled(self, group: int | None = None, /) -> bool:
+        """True when no read of a discarded group (of this one) is running."""
         ...
 
     def collect(self) -> list[tuple[int, bytes, bytes | None]]:
@@ -147,9 +147,9 @@ class PosixStorage:
         self._measured.pop(group, None)
         self._fetching.pop(group, None)
 
-    def settled(self) -> bool:
+    def settled(self, group: int | None = None) -> bool:
         """See ``BulkReader``."""
-        return self._core.settled()
+        return self._core.settled(group)
 
     def collect(self) -> list[Progress]:
         """See ``BulkReader``."""
@@ -200,7 +200,7 @@ def _failure(root: bytes, key: bytes, code: int) -> errors.StorageError:
         kind, cause = _CAUSES[code]
         error = kind(name, cause)
     if root:
-        error.add_note(f"below {os.fsdecode(root)}")
+        error.add_note(f"below {errors.printable(os.fsdecode(root))}")
     return error
 
 
