@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rayloader.cluster import shutdown
     from rayloader.config import Options
     from rayloader.dataset import Batch, RankDataset
-    from rayloader.receipt import Receipt
 
 __version__ = "0.1.0"
 
@@ -25,7 +24,6 @@ _HOME = {
     "Catalog": "rayloader.catalog",
     "Options": "rayloader.config",
     "RankDataset": "rayloader.dataset",
-    "Receipt": "rayloader.receipt",
     "shutdown": "rayloader.cluster",
 }
 
@@ -34,7 +32,6 @@ __all__ = [
     "Catalog",
     "Options",
     "RankDataset",
-    "Receipt",
     "shutdown",
     *_errors,
 ]

@@ -30,6 +30,8 @@ from rayloader.errors import OptionError
 
 HEADER_BYTES = PAGE
 TABLE_COLUMNS = 3
+READER_BYTES = 96 << 20
+"""What a reader's process takes for itself, with some room [bytes]."""
 NOT_DELIVERED = -1
 """Place of a sample whose bytes were dropped in the reader."""
 
@@ -306,8 +308,8 @@ def _aligned(sizes: Int64s, alignment: int) -> Int64s:
 def affordable(wanted: int, ranks: int) -> int:
     """The length of arena that one of ``ranks`` on this node may have, at most ``wanted`` [bytes].
 
-    Past a memory cgroup's limit the kernel kills without a word, so the arenas of a node together
-    stay below what its cgroup has free.
+    Past a memory cgroup's limit the kernel kills without a word, so the arenas and readers of a
+    node together stay below what its cgroup has free. Ask once Ray has taken its own.
     """
-    share = limits.memory_free() // max(1, ranks) // PAGE * PAGE
-    return max(2 * HEADER_BYTES, min(pages(wanted), share))
+    share = limits.memory_free() // max(1, ranks) - READER_BYTES
+    return max(2 * HEADER_BYTES, min(pages(wanted), share // PAGE * PAGE))

@@ -415,10 +415,15 @@ class Reader:
         return Failed(batch.step, error)
 
     def _too_large(self, needed: int) -> BatchTooLarge:
+        options, given = self._options, self._space.capacity
+        if given + arena.HEADER_BYTES < options.memory_bytes // PAGE * PAGE:
+            limit, cure = "the memory cgroup", f"let it have {needed - given:,} more"
+        else:
+            limit = f"memory_bytes={options.memory_bytes:,}"
+            cure = f"set memory_bytes to at least {needed + arena.HEADER_BYTES:,}"
         return BatchTooLarge(
-            f"a batch needs {needed:,} bytes and memory_bytes={self._options.memory_bytes:,} "
-            f"gives {self._space.capacity:,}: set memory_bytes to at least "
-            f"{needed + arena.HEADER_BYTES:,}, or a smaller batch_size, or deliver=False"
+            f"a batch needs {needed:,} bytes and {limit} gives {given:,}: {cure}, or a smaller "
+            f"batch_size, or deliver=False"
         )
 
     def _skip_budget(self) -> int:

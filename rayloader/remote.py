@@ -67,6 +67,7 @@ class RemoteReader:
             ClusterError: Ray cannot be joined, or cannot place the actor here.
             ReaderLost: the actor does not come up within ``start_timeout``.
         """
+        self._join()  # before the arena is measured, because Ray takes memory too
         self._owned.memory = TrainerMemory(self._arena_bytes())
         if self._options.deliver:
             self.memory_bytes = self._owned.memory.length
@@ -167,16 +168,19 @@ class RemoteReader:
             )
         return length
 
-    def _attach(self) -> None:
-        """Start an actor on this node and open the channel that reaches it."""
+    def _join(self) -> None:
         options = self._options
         self._connection = cluster.connect(
             options.ray, run_id=self._launch.run_id, start_timeout=options.start_timeout
         )
+
+    def _attach(self) -> None:
+        """Start an actor on this node and open the channel that reaches it."""
+        self._join()
         import ray
 
         self._owned.actor = self._place()
-        timeout = options.start_timeout
+        timeout = self._options.start_timeout
         try:
             address = ray.get(self._owned.actor.listen.remote(), timeout=timeout)
             channel = self._owned.channel = self._connect(address)

@@ -58,9 +58,9 @@ def test_without_control_groups_nothing_limits(tmp_path):
 
 
 def test_the_ranks_of_a_node_divide_what_is_free(monkeypatch):
-    monkeypatch.setattr(limits, "memory_free", lambda: 100 * MIB)
-    assert arena.affordable(80 * MIB, 1) == 80 * MIB
-    assert arena.affordable(80 * MIB, 4) == 25 * MIB
+    monkeypatch.setattr(limits, "memory_free", lambda: 1000 * MIB)
+    assert arena.affordable(800 * MIB, 1) == 800 * MIB
+    assert arena.affordable(800 * MIB, 4) == 250 * MIB - arena.READER_BYTES
     monkeypatch.setattr(limits, "memory_free", lambda: 0)
     assert arena.affordable(80 * MIB, 4) == 2 * PAGE
 
