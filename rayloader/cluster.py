@@ -189,11 +189,22 @@ def first_said(name: str, value: str) -> str:
     """
     from ray.experimental import internal_kv
 
-    key = f"rayloader/{name}".encode(errors="surrogateescape")
-    if not internal_kv._internal_kv_put(key, value.encode(), overwrite=False):
+    if not internal_kv._internal_kv_put(_key(name), value.encode(), overwrite=False):
         return value
-    said: bytes | None = internal_kv._internal_kv_get(key)
-    return said.decode() if said is not None else value
+    earlier = said(name)
+    return earlier if earlier is not None else value
+
+
+def said(name: str) -> str | None:
+    """What was said under ``name`` with :func:`first_said`; ``None``: nothing yet."""
+    from ray.experimental import internal_kv
+
+    value: bytes | None = internal_kv._internal_kv_get(_key(name))
+    return value.decode() if value is not None else None
+
+
+def _key(name: str) -> bytes:
+    return f"rayloader/{name}".encode(errors="surrogateescape")
 
 
 def cluster_error(error: BaseException) -> ClusterError | None:

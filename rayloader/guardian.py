@@ -438,7 +438,9 @@ def private_directory() -> tuple[str, int]:
         OSError: no place for temporary files will do; the message says why for each.
     """
     reasons = []
-    for place in dict.fromkeys([os.environ.get("TMPDIR") or "/tmp", "/tmp", "/var/tmp", "/dev/shm"]):
+    for place in dict.fromkeys(
+        [os.environ.get("TMPDIR") or "/tmp", "/tmp", "/var/tmp", "/dev/shm"]
+    ):
         try:
             return _directory_in(place)
         except OSError as error:

@@ -69,6 +69,8 @@ class Loader:
         self._ended_at: float | None = None
         self._catalog: Catalog | None = None
         self._shared: str | None = None
+        self._question: str | None = None
+        """Under which the ranks compare catalogs, until the first epoch begins."""
         self._listing_ops = 0
         """Made to list the source, and not yet on a receipt [operations]."""
         self._remote: RemoteReader | None = None
@@ -204,6 +206,7 @@ class Loader:
         with self._lock:
             if self._run is not None:
                 self._leave(self._run)
+            self._hear_complaints()
             at = self._next
             self._require_list(at)
             run = EpochRun(at, self._share.plan(at), self.catalog, self.shard, self.options)
@@ -282,13 +285,24 @@ class Loader:
         catalog, run_id = self.catalog, self.launch.run_id
         if catalog is None or run_id is None or self.shard.world_size == 1:
             return
-        first = cluster.first_said(f"{run_id}/{self._shared_name()}", catalog.digest)
+        question = f"{run_id}/{self._shared_name()}"
+        first = cluster.first_said(question, catalog.digest)
         if first != catalog.digest:
-            raise CatalogMismatch(
+            complaint = (
                 f"rank {self.shard.rank} sees another catalog (digest {catalog.digest}, "
                 f"{len(catalog):,} entries) than the first rank of this run (digest {first}): "
                 f"every rank must list the same names"
             )
+            cluster.first_said(f"{question}/mismatch", complaint)
+            raise CatalogMismatch(complaint)
+        self._question = question
+
+    def _hear_complaints(self) -> None:
+        """A rank that opened later may have seen another catalog: all ranks must end, or none."""
+        question, self._question = self._question, None
+        complaint = cluster.said(f"{question}/mismatch") if question is not None else None
+        if complaint is not None:
+            raise CatalogMismatch(complaint)
 
     def _shared_name(self) -> str:
         """What the ranks of a run call this data set; paths tell apart what came out of step."""

@@ -172,6 +172,94 @@ SIZES = [
 ]  # fmt: skip
 
 
+class AnyOrder:
+    """Calls a storage in any order, and checks all that comes of it.
+
+    There are eight numbers for groups, each with memory of its own, which is filled with a pattern
+    whenever nothing may write into it.
+    """
+
+    ROOM = 1 << 18
+
+    def __init__(
+        self, reading: Reading, root: bytes, sizes: list[int], random: np.random.Generator
+    ) -> None:
+        self._storage = reading.storage
+        self._reading = reading
+        self._root = root
+        self._sizes = [*sizes, -1]  # the last is the size of an object that does not exist
+        self._random = random
+        self._state = ["free"] * 8
+        self._objects: list[list[int]] = [[] for _ in range(8)]
+        self._places: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)] * 8
+
+    def run(self, steps: int) -> None:
+        """Do that many things, then let everything end."""
+        for _ in range(steps):
+            self._step(int(self._random.integers(8)), int(self._random.integers(10)))
+            self._collect(0.0005 if self._random.integers(4) == 0 else 0.0)
+        deadline = time.monotonic() + PATIENCE
+        while {"measuring", "fetching", "discarded"} & set(self._state):
+            assert time.monotonic() < deadline, f"the groups do not end: {self._state}"
+            self._collect(0.01)
+
+    def _step(self, group: int, action: int) -> None:
+        state = self._state[group]
+        if state == "free":
+            self._objects[group] = self._random.integers(0, len(self._sizes), 6).tolist()
+            keys = Keys.of([b"r%d" % i for i in self._objects[group]])
+            self._storage.measure(group, self._root, keys)
+            self._state[group] = "measuring"
+        elif action == 0 and state != "discarded":
+            self._storage.discard(group)
+            self._state[group] = "discarded"
+        elif action == 1:
+            self._storage.set_concurrency(int(self._random.integers(1, 20)))
+        elif state == "measured":
+            sizes = np.array([self._sizes[i] for i in self._objects[group]])
+            places = packed(sizes, first=group * self.ROOM)
+            choice = self._random.integers(0, 8, len(places))
+            places = np.where((choice == 0) & (sizes >= 0), DROP, places)
+            self._places[group] = np.where(choice == 1, SKIP, places)
+            self._storage.fetch(group, self._places[group])
+            self._state[group] = "fetching"
+
+    def _collect(self, timeout: float) -> None:
+        self._reading.readable(timeout)
+        for progress in self._storage.collect():
+            group = progress.group
+            expected = [self._sizes[i] for i in self._objects[group]]
+            if self._state[group] == "measuring":
+                assert progress.sizes.tolist() == expected
+                assert [expected[i] for i in progress.failures] == [-1] * expected.count(-1)
+                self._state[group] = "measured"
+            else:
+                assert self._state[group] == "fetching"
+                self._check(group, expected, progress)
+                self._state[group] = "free"
+                self._wipe(group)
+        if self._storage.settled():
+            for group, state in enumerate(self._state):
+                if state == "discarded":
+                    self._state[group] = "free"
+                    self._wipe(group)
+        for group, state in enumerate(self._state):
+            if state in ("free", "measuring", "measured"):
+                start = group * self.ROOM
+                assert self._reading.untouched(start, start + self.ROOM)
+
+    def _check(self, group: int, expected: list[int], progress: Progress) -> None:
+        assert not progress.failures
+        for i, place in enumerate(self._places[group].tolist()):
+            assert progress.sizes[i] == (-1 if place == SKIP else expected[i])
+            if place >= 0:
+                name = b"r%d" % self._objects[group][i]
+                assert self._reading.at(place, expected[i]) == content(name, expected[i])
+
+    def _wipe(self, group: int) -> None:
+        self._reading.arena[group * self.ROOM : (group + 1) * self.ROOM] = Reading.PATTERN
+
+
 class _Opens:
     """Opens storages for a test and closes them after it."""
 
@@ -478,6 +566,15 @@ class BulkReaderContract(_Opens):
         reading.storage.discard(12345)
         assert reading.storage.settled()
 
+    @pytest.mark.parametrize("seed", range(4))
+    def test_calls_in_any_order_keep_the_contract(
+        self, site: Site, opened: Callable[..., Reading], seed: int
+    ) -> None:
+        sizes = [0, 1, 700, PAGE, PART + 1, 3 * PART, 5 * PART - 1]
+        for i, size in enumerate(sizes):
+            site.put(b"r%d" % i, content(b"r%d" % i, size))
+        AnyOrder(opened(), site.root, sizes, np.random.default_rng(seed)).run(steps=400)
+
     # The descriptor
 
     def test_the_descriptor_is_readable_exactly_while_there_is_something_to_collect(
@@ -671,7 +768,7 @@ class BulkReaderContract(_Opens):
     def test_opening_and_closing_leaves_no_thread_and_no_descriptor(self, site: Site) -> None:
         site.put(b"a", content("a", 3 * PART))
         before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-        for i in range(40):
+        for i in range(300):
             storage = site.open(part_bytes=PART)
             if i % 3:
                 reading = Reading(storage, 1 << 18)

@@ -4,6 +4,9 @@ import collections
 import os
 import pickle
 import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import psutil
@@ -377,3 +380,192 @@ def test_a_malformed_word_from_the_trainer_ends_only_that_reader(directory):
                 channel._connection.send(b"not one of our packets")
         assert order == expected
         assert dataset.receipt.restarts == 1
+
+
+def test_what_is_said_during_an_iteration_counts_for_the_next(directory):
+    with opened(directory, batch_size=10) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        dataset.set_epoch(7)
+        assert dataset.state_dict()["epoch"] == 0, "the running one still counts"
+        assert len(list(batches)) == 4
+        assert dataset.state_dict()["epoch"] == 7
+        batches = iter(dataset)
+        next(batches)
+        dataset.set_epoch(5)
+        batches = iter(dataset)
+        assert (dataset.state_dict()["epoch"], dataset.state_dict()["step"]) == (5, 0)
+        assert next(batches).epoch == 5
+
+
+def test_a_loaded_state_ends_what_was_running(directory):
+    with opened(directory, batch_size=10, seed=4) as dataset:
+        _, expected = read(dataset)
+        dataset.set_epoch(0)
+        batches = iter(dataset)
+        next(batches)
+        state = dataset.state_dict()
+        next(batches)
+        dataset.load_state_dict(state)
+        with pytest.raises(errors.UsageError, match="given another state"):
+            next(batches)
+        assert read(dataset)[1] == expected[10:]
+
+
+def test_a_left_epoch_is_read_no_further(tmp_path, channel):
+    for number in range(20):
+        (tmp_path / f"{number:03}.bin").write_bytes(bytes(1_000_000))
+    with opened(tmp_path, batch_size=1, channel=channel) as dataset:
+        for _ in dataset:
+            break
+        left = dataset.receipt
+        time.sleep(1)
+        assert sum(map(len, dataset)) == 20
+        receipt = dataset.receipt
+        # What was under way when it was left belongs to nobody, and is told.
+        assert left.bytes_transferred + receipt.bytes_before_clock <= 20_000_000
+        assert receipt.bytes_transferred == 20_000_000
+
+
+def test_between_lists_there_is_a_position_and_nothing_else(directory):
+    files = [str(directory / f"part {n % 3}" / f"{n:03}.bin") for n in range(6)]
+    with opened(None, batch_size=2) as dataset:
+        assert dataset.state_dict()["step"] == 0
+        dataset.set_epoch(3, files=files)
+        batches = iter(dataset)
+        next(batches)
+        inside = dataset.state_dict()
+        assert len(list(batches)) == 2
+        between = dataset.state_dict()
+        assert (between["epoch"], between["step"], between["explicit"]) == (4, 0, False)
+        dataset.load_state_dict(between)
+        dataset.set_epoch(4, files=files)
+        assert len(list(dataset)) == 3
+        dataset.load_state_dict(inside)
+        assert dataset.state_dict() == inside
+        with pytest.raises(errors.StateMismatch, match="saved with the list of digest"):
+            dataset.set_epoch(3, files=files[1:])
+        with pytest.raises(errors.StateMismatch, match="files="):
+            next(iter(dataset))
+        dataset.set_epoch(3, files=files)
+        assert [key for batch in dataset for key in batch.keys] == files[2:]
+
+
+def test_a_position_in_the_catalog_is_no_position_in_a_list(directory):
+    files = [str(directory / f"part {n % 3}" / f"{n:03}.bin") for n in range(9)]
+    with opened(directory, batch_size=2) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        dataset.load_state_dict(dataset.state_dict())
+        with pytest.raises(errors.StateMismatch, match="no list of its own"):
+            dataset.set_epoch(0, files=files)
+        dataset.set_epoch(1, files=files)
+        assert len(dataset) == 5
+
+
+def test_the_rank_that_is_given_wins_over_a_broken_environment(directory, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert opened(directory, rank=0, world_size=1).rank == 0
+    with pytest.raises(errors.OptionError, match="WORLD_SIZE"):
+        rayloader.RankDataset(directory)
+
+
+def test_a_batch_that_is_dropped_is_free_at_once(directory):
+    with opened(directory) as dataset:
+        batches = iter(dataset)
+        batch = next(batches)
+        memory = dataset._loader._remote._owned.memory
+        assert memory.held_bytes > 0
+        del batch
+        assert memory.held_bytes == 0
+
+
+def test_a_data_set_does_not_travel(directory):
+    with pytest.raises(errors.UsageError, match="actor is the worker"):
+        pickle.dumps(opened(directory))
+
+
+def test_a_batch_is_pinned_only_where_there_is_something_to_pin_for(directory):
+    with opened(directory) as dataset:
+        batch = next(iter(dataset))
+        assert not batch.is_pinned()
+        if torch.cuda.is_available():
+            assert batch.pin_memory().is_pinned()
+            assert [s.numpy().tobytes() for s in batch] == [
+                content(number_of(key)) for key in batch.keys
+            ]
+        else:
+            with pytest.raises(RuntimeError):
+                batch.pin_memory()
+            assert batch[0].numpy().tobytes() == content(number_of(batch.keys[0]))
+
+
+def test_a_restart_does_not_mind_a_thousand_open_files(directory):
+    with opened(directory, batch_size=2, read_ahead_batches=1) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+        try:
+            os.kill(dataset.receipt.reader_pid, signal.SIGKILL)
+            assert sum(map(len, batches)) == FILES - 2
+        finally:
+            for fd in files:
+                os.close(fd)
+
+
+RANKS = """
+import os, sys, time
+import rayloader
+
+directory = sys.argv[1]
+rank = int(os.environ["RANK"])
+
+def meet(name):
+    open(f"{directory}.{name}.{rank}", "w").close()
+    while not os.path.exists(f"{directory}.{name}.{1 - rank}"):
+        time.sleep(0.01)
+
+def files(dataset):
+    with dataset:
+        return sum(map(len, dataset)), dataset.receipt.metadata_ops_before_clock
+
+names = [os.path.join(directory, name) for name in sorted(os.listdir(directory))]
+assert files(rayloader.RankDataset(names[:4]))[0] == 2
+assert files(rayloader.RankDataset(names[4:]))[0] == 3
+count, listed = files(rayloader.RankDataset(directory))
+assert count == 5
+print("listed", listed, flush=True)
+meet("before")
+if rank == 0:
+    for more in "xy":
+        open(os.path.join(directory, more), "w").close()
+meet("after")
+assert files(rayloader.RankDataset(directory))[0] == 6
+mismatched = rayloader.RankDataset(names[rank:])
+try:
+    mismatched.open()
+    meet("opened")
+    next(iter(mismatched))
+except rayloader.CatalogMismatch:
+    print("mismatch", flush=True)
+    meet("opened")
+"""
+
+
+def test_ranks_of_a_node_list_once_each_time_and_agree(tmp_path):
+    directory = tmp_path / "train"
+    directory.mkdir()
+    for number in range(10):
+        (directory / f"{number}.bin").write_bytes(content(number))
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ran = subprocess.run(
+        [*command, script, directory], capture_output=True, text=True, timeout=55, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(line for line in ran.stdout.splitlines() if "listed" in line) == [
+        "listed 0", "listed 2",
+    ]  # fmt: skip
+    assert ran.stdout.count("mismatch") == 2
