@@ -70,11 +70,13 @@ def too_few_processes(wanted: int) -> str:
 
 
 def too_little_address_space(wanted: int) -> str:
-    """Why ``wanted`` bytes cannot be mapped here; nothing where ``ulimit -v`` is unlimited."""
+    """Why ``wanted`` bytes more cannot be mapped, and what to set; nothing where they can be."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return ""
     used = int(_read("/proc/self/statm").split()[0]) * resource.getpagesize()
+    if used + wanted <= limit:
+        return ""
     return (
         f"this process may map {limit >> 10:,} KiB (ulimit -v) and has mapped {used >> 10:,}: "
         f"allow at least {(used + wanted) >> 10:,}"

@@ -17,7 +17,6 @@ from rayloader.config import PAGE, TABLES_BYTES, Options
 from rayloader.errors import (
     ChannelError,
     ClusterError,
-    PlacementFailed,
     RayloaderError,
     ReaderLost,
     StorageStalled,
@@ -184,28 +183,8 @@ class RemoteReader:
         try:
             address = ray.get(self._owned.actor.listen.remote(), timeout=timeout)
             channel = self._owned.channel = self._connect(address)
-        except ray.exceptions.GetTimeoutError as late:
-            raise ReaderLost(
-                f"the reader did not come up within start_timeout={timeout:g} s"
-            ) from chained(late)
-        except (
-            ray.exceptions.ActorUnschedulableError,
-            ray.exceptions.ActorPlacementGroupRemoved,
-        ) as nowhere:
-            raise PlacementFailed(
-                f"Ray cannot place a reader on this node: {_cause(nowhere)}"
-            ) from chained(nowhere)
-        except ray.exceptions.RayActorError as died:
-            why = too_few_processes(USUAL_PROCESSES) or _cause(died)
-            raise ReaderLost(f"the reader died while starting: {why}") from chained(died)
-        except ray.exceptions.RayTaskError as failed:
-            if isinstance(failed.cause, RayloaderError):
-                raise failed.cause from None
-            raise ReaderLost(f"the reader could not start: {_cause(failed)}") from chained(failed)
-        except ray.exceptions.RayError as lost:
-            raise ReaderLost(f"Ray failed while starting the reader: {_cause(lost)}") from chained(
-                lost
-            )
+        except ray.exceptions.RayError as failure:
+            raise _start_error(failure, timeout) from chained(failure)
         self.name, self.welcome = channel.name, channel.welcome
 
     def _place(self) -> Any:
@@ -319,6 +298,22 @@ class _Owned:
         if self.catalog_fd is not None:
             os.close(self.catalog_fd)
             self.catalog_fd = None
+
+
+def _start_error(failure: Exception, timeout: float) -> RayloaderError:
+    """What Ray's error means for whoever wanted a reader."""
+    from ray import exceptions as ray_says
+
+    if placement := cluster.cluster_error(failure):
+        return placement
+    if isinstance(failure, ray_says.GetTimeoutError):
+        return ReaderLost(f"the reader did not come up within start_timeout={timeout:g} s")
+    if isinstance(failure, ray_says.RayActorError):
+        why = too_few_processes(USUAL_PROCESSES) or _cause(failure)
+        return ReaderLost(f"the reader died while starting: {why}")
+    if isinstance(failure, ray_says.RayTaskError) and isinstance(failure.cause, RayloaderError):
+        return failure.cause
+    return ReaderLost(f"the reader could not start: {_cause(failure)}")
 
 
 def _cause(failure: BaseException) -> str:
