@@ -6,7 +6,9 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -15,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import rayloader
-from rayloader import errors
+from rayloader import cluster, errors
 
 FILES = 50
 
@@ -95,23 +97,27 @@ def test_ranks_read_disjoint_shares_in_equal_steps(directory):
 
 
 def test_no_process_is_made_after_start_up(directory):
-    def around():
-        family = {p.pid for p in psutil.process_iter() if p.uids().real == os.getuid()}
-        return family, set(os.listdir("/tmp")), set(os.listdir("/dev/shm"))
+    def ours():
+        """This process's and its guardian's descendants; orphans become the guardian's."""
+        roots = [psutil.Process(), psutil.Process(cluster.guardian().pid)]
+        return {child.pid for root in roots for child in root.children(recursive=True)}
 
-    with opened(directory) as dataset:
+    def left_behind():
+        places = [Path(tempfile.gettempdir()), Path("/dev/shm")]
+        return {str(path) for place in places for path in place.glob("*pymp*")}
+
+    with opened(directory, batch_size=4) as dataset:
         read(dataset)
         reader = dataset.receipt.reader_pid
-        before = around()
+        before, files = ours(), left_behind()
+        assert reader in before
         for epoch in range(1, 11):
             dataset.set_epoch(epoch)
-            read(dataset)
+            for _ in dataset:
+                assert ours() == before
             assert dataset.receipt.reader_pid == reader
-        after = around()
-        made = [psutil.Process(pid).cmdline() for pid in after[0] - before[0]]
-        assert [line for line in made if any("ray" in word for word in line)] == []
-        assert {name for name in after[1] - before[1] if "ray" in name or "pymp" in name} == set()
-        assert after[2] <= before[2]
+        assert ours() == before
+        assert left_behind() <= files
 
 
 def test_a_batch_is_made_of_views_and_has_names_and_sizes(directory):
