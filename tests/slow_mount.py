@@ -2,8 +2,8 @@
 
 Needs root and /dev/fuse (``available``). The files are a dict of bytes; a read is answered after
 ``latency`` seconds, reads of a ``stuck`` name not at all, and ``errors`` gives names an error
-number. One thread takes requests, another sends answers when they are due. Nothing is cached by
-the kernel, and each ``pread`` of up to 128 KiB is one request.
+number. One thread takes requests, another sends answers when they are due. The kernel caches only
+what is in ``cached``, and each ``pread`` of up to 128 KiB of anything else is one request.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import threading
 import time
 
 LOOKUP, FORGET, GETATTR, OPEN, READ, STATFS = 1, 2, 3, 14, 15, 17
-RELEASE, FLUSH, INIT, OPENDIR, RELEASEDIR, INTERRUPT = 18, 25, 26, 27, 29, 36
+RELEASE, INIT, OPENDIR, RELEASEDIR, INTERRUPT = 18, 26, 27, 29, 36
 DESTROY, BATCH_FORGET = 38, 42
-DIRECT_IO = 1
+DIRECT_IO, KEEP_CACHE = 1, 2
 MS_NOSUID, MS_NODEV, MNT_DETACH = 2, 4, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -55,6 +55,8 @@ class SlowMount:
         self.errors: dict[bytes, list[int]] = {}
         """Name → numbers that its next reads fail with, one each."""
         self.open_errors: dict[bytes, list[int]] = {}
+        self.cached: set[bytes] = set()
+        """Names that the kernel may keep in its page cache."""
         self.most = 1 << 20
         """Bytes per answer: a read of more is cut short."""
         self._names = [b""]
@@ -124,12 +126,13 @@ class SlowMount:
             if wrong:
                 self._send(unique, b"", wrong.pop(0))
             else:
-                self._later(self.open_latency, unique, struct.pack("<QII", 0, DIRECT_IO, 0))
+                how = KEEP_CACHE if name in self.cached else DIRECT_IO
+                self._later(self.open_latency, unique, struct.pack("<QII", 0, how, 0))
         elif opcode == READ:
             self._read(unique, name, body)
         elif opcode == STATFS:
             self._send(unique, bytes(80))
-        elif opcode in (RELEASE, FLUSH, OPENDIR, RELEASEDIR, DESTROY):
+        elif opcode in (RELEASE, OPENDIR, RELEASEDIR, DESTROY):
             self._send(unique, bytes(16) if opcode == OPENDIR else b"")
         else:
             self._send(unique, b"", errno.ENOSYS)

@@ -480,6 +480,22 @@ def test_reads_cut_short_are_continued(mount, opened, direct):
     assert reading.storage.counters().reads == 4
 
 
+def test_a_file_that_does_not_answer_holds_up_no_file_taken_with_it(mount, opened):
+    mount.files[b"quick"] = content("quick", 100)
+    mount.files[b"slow"] = content("slow", 100)
+    mount.cached.add(b"quick")
+    mount.stuck.add(b"slow")
+    reading = opened(concurrency=64)
+    # Enough quick reads before it that they are taken many at a time when its turn comes.
+    keys = [b"quick"] * 1200 + [b"slow"] + [b"quick"] * 200
+    group, _ = reading.measured(mount.root, keys)
+    reading.storage.fetch(group, np.full(len(keys), DROP))
+    reading.until(lambda: reading.storage.counters().reads == 1400, "all reads but one")
+    assert reading.storage.oldest_read()[1] == "slow"
+    mount.release(b"slow")
+    assert not reading.wait(group).failures
+
+
 # Sizes
 
 
