@@ -17,13 +17,14 @@ from rayloader.config import PAGE, TABLES_BYTES, Options
 from rayloader.errors import (
     ChannelError,
     ClusterError,
+    OptionError,
     RayloaderError,
     ReaderLost,
     StorageStalled,
     chained,
 )
 from rayloader.launch import Launch
-from rayloader.limits import too_few_processes
+from rayloader.limits import too_few_processes, too_little_address_space
 from rayloader.node import USUAL_PROCESSES
 from rayloader.reader import Ended, ReaderCounts, Request, Warned
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 log = logging.getLogger("rayloader")
+
+_RAY_ADDRESS_SPACE = 2304 << 20
+"""Ray 2.60 maps so much, at the least, into a process that joins it; with less it hangs [bytes]."""
 
 _CAUSE_LETTERS = 300
 """Of Ray's own words, at most so much is repeated [characters]."""
@@ -63,9 +67,12 @@ class RemoteReader:
         """Join Ray, make the arena, start the actor and attach to it.
 
         Raises:
+            OptionError: this process may not map as much memory as it takes.
             ClusterError: Ray cannot be joined, or cannot place the actor here.
             ReaderLost: the actor does not come up within ``start_timeout``.
         """
+        if few := too_little_address_space(self._options.memory_bytes + _RAY_ADDRESS_SPACE):
+            raise OptionError(f"too little address space for Ray and batches: {few}")
         self._join()  # before the arena is measured, because Ray takes memory too
         self._owned.memory = TrainerMemory(self._arena_bytes())
         if self._options.deliver:

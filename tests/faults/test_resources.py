@@ -118,9 +118,9 @@ def test_where_no_place_is_left_the_error_names_them_all(census, directory):
 def test_too_little_address_space_names_the_limit(census, directory):
     prefix = limited(f"--as={2 << 30}")
     said = refused(census, directory, prefix)
-    assert said.startswith("rayloader.errors.OptionError: 536,870,912 bytes for batches")
+    assert said.startswith("rayloader.errors.OptionError: too little address space")
     assert "(ulimit -v)" in said
-    assert "set memory_bytes to less" in said
+    assert "allow at least" in said
 
 
 @needs_root

@@ -70,9 +70,9 @@ def test_what_cannot_be_mapped_names_the_limit_and_the_option(monkeypatch):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(arena.mmap, "mmap", refuse)
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (1 << 30, 1 << 30))
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
     fd = arena.create_memory(PAGE)
-    with pytest.raises(OptionError, match=r"4,096 bytes .* 1,048,576 KiB \(ulimit -v\).*memory_b"):
+    with pytest.raises(OptionError, match=r"4,096 bytes .* 1,024 KiB \(ulimit -v\).*memory_b"):
         arena.map_memory(fd)
     arena.os.close(fd)
 
