@@ -238,11 +238,10 @@ class AnyOrder:
                 self._check(group, expected, progress)
                 self._state[group] = "free"
                 self._wipe(group)
-        if self._storage.settled():
-            for group, state in enumerate(self._state):
-                if state == "discarded":
-                    self._state[group] = "free"
-                    self._wipe(group)
+        for group, state in enumerate(self._state):
+            if state == "discarded" and self._storage.settled(group):
+                self._state[group] = "free"
+                self._wipe(group)
         for group, state in enumerate(self._state):
             if state in ("free", "measuring", "measured"):
                 start = group * self.ROOM
@@ -898,13 +897,31 @@ class SlowBulkReaderContract(_Opens):
         reading.until(lambda: reading.storage.oldest_read()[1] == "slow")
         reading.storage.discard(group)
         assert not reading.storage.settled()
+        assert not reading.storage.settled(group)
+        assert reading.storage.oldest_read() == (0.0, ""), "nobody waits for it any more"
         assert reading.read(site.root, [b"a"])[0] == [content("a", 5000)]
-        assert not reading.storage.settled()
+        assert not reading.storage.settled(group)
         assert not reading.readable(0.01)
+        self.one_settles_alone(site, reading)
+        assert not reading.storage.settled(group)
         site.unstick(b"slow")
         assert reading.readable(PATIENCE), "the descriptor tells when it has settled"
         reading.until(reading.storage.settled)
         assert reading.note() == []
+
+    def one_settles_alone(self, site: SlowSite, reading: Reading) -> None:
+        """Discard a second group in the middle of a read: it settles by itself, and tells."""
+        site.put(b"late", content("late", 100))
+        other, _ = reading.measured(site.root, [b"late"])
+        site.stick(b"late")
+        reading.storage.fetch(other, np.array([4 * PAGE]))
+        reading.until(lambda: reading.storage.oldest_read()[1] == "late")
+        reading.storage.discard(other)
+        assert not reading.storage.settled(other)
+        site.unstick(b"late")
+        assert reading.readable(PATIENCE), "the descriptor tells when one has settled"
+        assert reading.note() == []
+        reading.until(lambda: reading.storage.settled(other))
 
     def test_closing_does_not_wait_for_a_read_that_does_not_return(
         self, site: SlowSite, opened: Callable[..., Reading]

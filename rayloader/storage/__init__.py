@@ -157,7 +157,7 @@ class BulkReader(Protocol):
     def fileno(self) -> int:
         """A descriptor to poll: readable while ``collect`` has something to give.
 
-        Also when ``settled`` turns true; ``collect`` may then give nothing.
+        Also when a discarded group has settled; ``collect`` may then give nothing.
         """
         ...
 
@@ -192,7 +192,7 @@ class BulkReader(Protocol):
         ...
 
     def settled(self, group: int | None = None) -> bool:
-        """True when no operation of a discarded group is still running.
+        """True when no read of a discarded group is still running: its memory is free.
 
         Args:
             group: ask for this discarded group only; another one may be stuck for ever.

@@ -77,7 +77,7 @@ typedef struct {
 
 struct group {
     group *hash_next, *older, *newer; /* all groups by number; by age */
-    group *prev, *next;               /* in the queue, the done list or the graveyard */
+    group *prev, *next;               /* in the one list of engine.queue ... it is in, if any */
     int64_t number;
     enum stage stage;
     bool queued, done;
@@ -146,7 +146,7 @@ struct engine {
     group *table[HASH];
     group *oldest_group, *newest_group;
     group_list queue, done, graveyard;
-    int64_t unsettled; /* discarded groups with a read running */
+    group_list unsettled; /* discarded, with a read running */
     int64_t open_files;
 
     char *memory;
@@ -981,8 +981,10 @@ static void finish(engine *e, worker *w)
     g->users--;
     if (g->discarded) {
         if (g->users == 0) {
-            if (g->stage == FETCHING && --e->unsettled == 0)
+            if (g->stage == FETCHING) {
+                detach(&e->unsettled, g);
                 w->notify = must_tell(e);
+            }
             retire(e, g);
         }
     } else if (g->unfinished == 0 && g->users == 0) {
@@ -1366,18 +1368,20 @@ void engine_discard(engine *e, int64_t number)
             retire(e, g);
             call_one(e);
         } else if (g->stage == FETCHING) {
-            e->unsettled++;
+            append(&e->unsettled, g);
         }
     }
     pthread_mutex_unlock(&e->lock);
 }
 
-bool engine_settled(engine *e)
+bool engine_settled(engine *e, const int64_t *number)
 {
     pthread_mutex_lock(&e->lock);
-    bool settled = e->unsettled == 0;
+    const group *g = e->unsettled.first;
+    while (g && number && g->number != *number)
+        g = g->next;
     pthread_mutex_unlock(&e->lock);
-    return settled;
+    return g == NULL;
 }
 
 group *engine_collect(engine *e)
@@ -1481,8 +1485,8 @@ int64_t engine_oldest_ns(engine *e, char *name, int64_t *length)
         int64_t start = atomic_load_explicit(&w->op_start, memory_order_acquire);
         if (start == 0 || start >= earliest || !w->run.group || w->run.kind == RUN_CLOSE)
             continue;
-        if (atomic_load(&w->run.group->discarded))
-            continue; /* nobody waits for it */
+        if (w->run.group->discarded) /* nobody waits for it */
+            continue;
         earliest = start;
         oldest = &w->run.group->files[atomic_load_explicit(&w->op_file, memory_order_relaxed)];
     }
@@ -1515,18 +1519,6 @@ static void destroy(engine *e)
     free(e);
 }
 
-bool engine_group_settled(engine *e, int64_t number)
-{
-    bool settled = true;
-    pthread_mutex_lock(&e->lock);
-    for (worker *w = e->workers; w && settled; w = w->next) {
-        const group *g = w->run.group;
-        settled = !g || g->number != number || !atomic_load(&g->discarded);
-    }
-    pthread_mutex_unlock(&e->lock);
-    return settled;
-}
-
 static void retire_all(engine *e)
 {
     e->queue = e->done = (group_list){0};
@@ -1538,7 +1530,7 @@ static void retire_all(engine *e)
         if (g->users == 0)
             retire(e, g);
         else if (g->stage == FETCHING)
-            e->unsettled++;
+            append(&e->unsettled, g);
     }
 }
 

@@ -46,7 +46,7 @@ typedef struct {
 /* NULL and *error when the system gives no event descriptor or no memory. */
 engine *engine_open(const engine_options *options, int *error);
 
-/* Readable while engine_collect has something to give, or when engine_settled turned true. */
+/* Readable while engine_collect has something to give, or when a discarded group has settled. */
 int engine_fileno(const engine *e);
 
 /* The process that opened it; no other may use it. */
@@ -67,10 +67,8 @@ int engine_fetch(engine *e, int64_t number, const int64_t *places, int64_t n, in
 /* Unknown numbers are ignored. */
 void engine_discard(engine *e, int64_t number);
 
-/* No read of a discarded group is still running. */
-bool engine_settled(engine *e);
-/* The same for one discarded group. */
-bool engine_group_settled(engine *e, int64_t number);
+/* No read of a discarded group (of *number; NULL: of any) is still running. */
+bool engine_settled(engine *e, const int64_t *number);
 
 /* What has finished, as a list; walk it with group_next, then engine_release each. */
 group *engine_collect(engine *e);
@@ -85,7 +83,8 @@ void engine_set_concurrency(engine *e, int concurrency, int64_t scratch_part_byt
 void engine_totals_now(engine *e, engine_totals *totals);
 void engine_reset_peak(engine *e);
 
-/* Age of the operation in flight for longest, 0 when none is; its name in name[0 .. *length). */
+/* Age of the operation in flight for longest, discarded groups apart; 0 when none is. Its name in
+ * name[0 .. *length). */
 int64_t engine_oldest_ns(engine *e, char *name, int64_t *length);
 
 /* Ends the threads; returns how many stayed behind in a system call after grace_ns. They touch

@@ -190,10 +190,10 @@ static PyObject *Engine_settled(Engine *self, PyObject *args)
     PyObject *number = Py_None;
     if (!e || !PyArg_ParseTuple(args, "|O", &number))
         return NULL;
-    if (number == Py_None)
-        return PyBool_FromLong(engine_settled(e));
-    long long group = PyLong_AsLongLong(number);
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(engine_group_settled(e, group));
+    int64_t group = number == Py_None ? 0 : PyLong_AsLongLong(number);
+    if (PyErr_Occurred())
+        return NULL;
+    return PyBool_FromLong(engine_settled(e, number == Py_None ? NULL : &group));
 }
 
 /* (number, sizes: int64 bytes, codes: int32 bytes or None when all went well) */

@@ -832,8 +832,8 @@ class Engine:
         self._signal()
 
     def _unsettle(self, group: _Group) -> None:
-        self._unsettled.discard(group)
-        if not self._unsettled:
+        if group in self._unsettled:
+            self._unsettled.remove(group)
             self._signal()
 
     def _retire(self, group: _Group) -> None:

@@ -191,10 +191,10 @@ static void collect(engine *e, int64_t sizes[LIVE][MOST])
 
 static void leave_quarantine(engine *e)
 {
-    if (!engine_settled(e))
-        return;
+    bool all = engine_settled(e, NULL);
     for (int at = 0; at < LIVE; at++) {
-        if (slots[at].state != QUARANTINE)
+        int64_t number = at;
+        if (slots[at].state != QUARANTINE || !(all || engine_settled(e, &number)))
             continue;
         char *mine = arena + (int64_t)at * ROOM;
         memset(mine, 0x5a, ROOM); /* a late read into it is a race, and seen */
