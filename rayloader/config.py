@@ -105,6 +105,8 @@ class Options:
             _whole(self, "read_ahead_batches", least=1)
         for name in ("start_timeout", "stall_seconds", "read_timeout"):
             _require(_number(getattr(self, name)) > 0, name, getattr(self, name), "seconds > 0")
+        timeout = self.start_timeout
+        _require(timeout <= 1e6, "start_timeout", timeout, "at most 1e6 seconds")
         share = self.skip_budget_share
         _require(0 <= _number(share) <= 1, "skip_budget_share", share, "a share from 0 to 1")
         for name in ("shuffle", "drop_last", "ordered", "deliver", "drop_cache"):
@@ -131,7 +133,7 @@ class Options:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
+                near = difflib.get_close_matches(str(name), known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
                 raise OptionError(f"unknown option {name!r}{hint}")
         return cls(**values)

@@ -250,7 +250,7 @@ class EpochPlan:
 
     def _generate(self, first: int, stop: int) -> Iterator[Indices]:
         size, full = self.batch_size, self._full
-        each = np.arange(size, dtype=np.int64)
+        each = np.arange(size if full else 0, dtype=np.int64)
         for low, high in _blocks(first, min(stop, full), size):
             steps = np.arange(low, high, dtype=np.int64)
             begins = self.start + (steps * self.shard.world_size + self.shard.rank) * size

@@ -290,8 +290,11 @@ class LocalChannel:
             raise unpickled(payload)
         if kind is not Kind.WELCOME:
             raise ChannelError(f"the reader answered {kind.name} to HELLO")
-        welcome: dict[str, Any] = json.loads(payload)
-        return welcome
+        try:
+            welcome: dict[str, Any] = json.loads(payload)
+            return {name: welcome[name] for name in ("pid", "engine", "affinity")}
+        except (ValueError, TypeError, KeyError) as wrong:
+            raise ChannelError(f"the reader's WELCOME makes no sense: {wrong!r}") from wrong
 
     def _say(self, kind: Kind, *fields: int) -> None:
         """Tell the reader; one that is stopped takes nothing and must not be waited for."""

@@ -31,6 +31,7 @@ from rayloader.channel.wire import (
     pickled,
     unpack,
 )
+from rayloader.config import Options
 from rayloader.errors import ChannelError, RayloaderError
 from rayloader.reader import Blocked, Outcome, Reader, Ready, Request
 
@@ -196,7 +197,11 @@ class SocketLink:
                 return False
             if not packet:
                 return False
-            self._obey(reader, *unpack(packet)[:2])
+            kind, fields, _ = unpack(packet)
+            try:
+                self._obey(reader, kind, fields)
+            except ValueError as wrong:
+                raise ChannelError(f"{kind.name} {fields} makes no sense: {wrong}") from wrong
 
     def expects(self, generation: int) -> bool:
         """True after BEGIN with this generation and before the next."""
@@ -231,8 +236,8 @@ class SocketLink:
                 self._said = fields[0]
                 self._unsent.clear()
                 reader.abandon(fields[1])
-            case Kind.CONCURRENCY if fields[0] > 0:
-                reader.set_concurrency(fields[0])
+            case Kind.CONCURRENCY:
+                reader.set_concurrency(Options(concurrency=fields[0]).concurrency)
             case _:
                 raise ChannelError(f"a trainer does not say {kind.name} {fields[0]}")
 
@@ -268,20 +273,32 @@ def accept_trainer(listener: socket.socket, deadline: float) -> Attached:
             connection.close()
             continue
         connection.settimeout(max(0.01, deadline - time.monotonic()))
-        packet, fds, _, _ = socket.recv_fds(connection, FIELDS.size, 2)
-        connection.settimeout(None)
+        try:
+            return _greeted(connection, pid)
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _greeted(connection: socket.socket, pid: int) -> Attached:
+    """Take what the trainer brings with its HELLO."""
+    packet, fds, _, _ = socket.recv_fds(connection, FIELDS.size, 2)
+    try:
         kind, fields, _ = unpack(packet)
         if kind is not Kind.HELLO or fields[0] != PROTOCOL_VERSION or not fds:
             raise ChannelError(f"the trainer speaks another protocol ({kind.name}, {fields[0]})")
         mapping = arena.map_memory(fds[0])
         arena.populate(mapping)
-        memory = memoryview(mapping)
-        os.close(fds[0])
-        catalog = None
-        if len(fds) > 1:
-            catalog = Catalog.from_fd(fds[1])
-            os.close(fds[1])
-        return Attached(connection, pid, memory, catalog)
+        catalog = Catalog.from_fd(fds[1]) if len(fds) > 1 else None
+    except (ValueError, OSError) as wrong:
+        if isinstance(wrong, RayloaderError):
+            raise
+        raise ChannelError(f"what the trainer brought is no arena: {wrong}") from wrong
+    finally:
+        for fd in fds:
+            os.close(fd)
+    connection.settimeout(None)
+    return Attached(connection, pid, memoryview(mapping), catalog)
 
 
 class QueueLink:
