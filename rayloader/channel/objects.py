@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,7 @@ class RayChannel:
         """What comes from now on belongs to this request."""
         self._generation, self._asked = generation, 0
         self._actor.abandon.remote(generation)
-        self._calls.clear()
+        self._forget_calls()
         self._page = None
 
     def receive(self, on_wait: Callable[[], None]) -> Delivery | Ended | Warned:
@@ -66,9 +67,7 @@ class RayChannel:
         except ray.exceptions.RayActorError as died:
             raise ReaderGone(f"the reader has died ({type(died).__name__})") from chained(died)
         except ray.exceptions.RayError as lost:
-            said = str(getattr(lost, "cause", None) or lost).strip().splitlines()
-            why = said[-1] if said else type(lost).__name__
-            raise ReaderGone(f"Ray lost what the reader had sent: {why}") from chained(lost)
+            raise _lost(lost) from chained(lost)
         if fetched is None:
             raise ChannelError("the reader works on another request")
         self._page = fetched.page
@@ -104,6 +103,31 @@ class RayChannel:
 
     def close(self) -> None:
         """Ask for no more."""
-        self._calls.clear()
+        self._forget_calls()
         if self._process is not None:
             self._process.close()
+
+    def _forget_calls(self) -> None:
+        """Drop what is under way; a failure that nobody looks at would be printed by Ray."""
+        import ray
+
+        calls, self._calls = self._calls, collections.deque()
+        for call in calls:
+            with contextlib.suppress(Exception):
+                if ray.is_initialized() and ray.wait([call], timeout=0)[0]:
+                    ray.get(call)
+
+
+def _lost(failure: Any) -> ChannelError:
+    """What it means that Ray could not bring an outcome."""
+    import ray
+
+    cause = getattr(failure, "cause", None) or failure
+    if isinstance(cause, ray.exceptions.OutOfDiskError | ray.exceptions.ObjectStoreFullError):
+        return ChannelError(
+            "Ray's object store has no room for a batch, nor has the disk of its temporary "
+            "directory: free some there, give Ray a larger store, take a smaller batch_size, or "
+            "run where channel='local' works"
+        )
+    said = str(cause).strip().splitlines() or [type(cause).__name__]
+    return ReaderGone(f"Ray lost what the reader had sent: {said[-1]}")
