@@ -425,6 +425,8 @@ class _Worker:
         self.op: _Op | None = None
         self.began = 0.0
         """When the operation in flight began, 0.0 between two [s, perf_counter]."""
+        self.notify = False
+        """It has finished something that the owner must hear of, once the lock is free."""
         self.called = threading.Semaphore(0)
         self._engine = engine
         self.thread = threading.Thread(target=self._main, name="rayloader-read", daemon=True)
@@ -540,8 +542,8 @@ class Engine:
         with self._lock:
             if number in self._groups:
                 raise UsageError(f"group {number} is in use")
-            self._groups[number] = group
             self._submit(group)
+            self._groups[number] = group
 
     def fetch(self, number: int, places: npt.NDArray[np.int64], /) -> None:
         self._check()
@@ -591,8 +593,9 @@ class Engine:
                 if group.stage is _Stage.FETCHED:
                     del self._groups[number]
             if self._signalled:
-                os.eventfd_read(self._event)
-                self._signalled = False
+                with contextlib.suppress(BlockingIOError):  # who will write has not yet done so
+                    os.eventfd_read(self._event)
+                    self._signalled = False
         return [group.result() for group in done.values()]
 
     def counters(self) -> tuple[Any, ...]:
@@ -674,15 +677,16 @@ class Engine:
             if worker.op is not None:
                 self._end(worker, worker.op)
             while not self.stopped or self._queue:
-                if self._awake <= self._limit() and self._queue:
+                if self._queue and (self.stopped or self._awake <= self._limit()):
                     self._begin(worker, self._queue.popleft())
                     if worker.op is not None:
                         self._call_one()
                         self._arm()
-                        return True
-                elif not self.stopped:
+                        break
+                else:
                     self._park(worker)
-            return False
+        self._tell(worker)
+        return worker.op is not None
 
     def leave(self) -> None:
         """A thread's last call."""
@@ -754,9 +758,12 @@ class Engine:
     def _submit(self, group: _Group) -> None:
         group.unfinished = group.n
         self._queue.extend(group.ops(self._part, self._scratch_part))
-        if group.n == 0:
-            self._complete(group)
+        if group.n == 0 and self._complete(group):
+            os.eventfd_write(self._event, 1)
         self._call_one()
+        if self._queue and not self._workers:
+            self._queue.clear()  # all of this group: no other can wait without a worker
+            raise OSError("the system gives no thread to read with")
 
     def _limit(self) -> int:
         return min(self._active, self._concurrency)
@@ -771,10 +778,8 @@ class Engine:
             worker = _Worker(self)
             try:
                 worker.thread.start()
-            except RuntimeError as error:  # the system gives no more threads
-                if self._workers:
-                    return False
-                raise OSError("the system gives no thread to read with") from error
+            except RuntimeError:  # the system gives no more threads
+                return False
             self._workers.append(worker)
             self._alive += 1
         self._awake += 1
@@ -785,9 +790,16 @@ class Engine:
         self._idle.append(worker)
         self._lock.release()
         try:
+            self._tell(worker)
             worker.called.acquire()
         finally:
             self._lock.acquire()
+
+    def _tell(self, worker: _Worker) -> None:
+        """Tell the owner what the worker has finished. Not under the lock: this lets the GIL go."""
+        if worker.notify:
+            worker.notify = False
+            os.eventfd_write(self._event, 1)
 
     def _begin(self, worker: _Worker, op: _Op) -> None:
         group = op.group
@@ -819,22 +831,25 @@ class Engine:
         group.busy[op.file] -= 1
         group.users -= 1
         if group.users == 0 and group.discarded:
-            self._unsettle(group)
+            if group in self._unsettled:
+                self._unsettled.remove(group)
+                worker.notify = self._must_tell()
             self._retire(group)
         elif group.users == 0 and group.unfinished == 0:
-            self._complete(group)
+            worker.notify = self._complete(group)
 
-    def _complete(self, group: _Group) -> None:
+    def _complete(self, group: _Group) -> bool:
+        """The stage is done. True when the owner must be told."""
         group.close_root()
         measured = group.stage is _Stage.MEASURING
         group.stage = _Stage.MEASURED if measured else _Stage.FETCHED
         self._done[group.number] = group
-        self._signal()
+        return self._must_tell()
 
-    def _unsettle(self, group: _Group) -> None:
-        if group in self._unsettled:
-            self._unsettled.remove(group)
-            self._signal()
+    def _must_tell(self) -> bool:
+        must = not self._signalled and not self.stopped
+        self._signalled = self._signalled or must
+        return must
 
     def _retire(self, group: _Group) -> None:
         """Nobody's any more: a worker closes its files."""
@@ -852,11 +867,6 @@ class Engine:
                 self._retire(group)
         self._groups.clear()
         self._done.clear()
-
-    def _signal(self) -> None:
-        if not self._signalled and not self.stopped:
-            self._signalled = True
-            os.eventfd_write(self._event, 1)
 
     # ---- the sentry
 
