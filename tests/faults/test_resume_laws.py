@@ -98,7 +98,9 @@ cuts = st.fixed_dictionaries(
 )
 orders = st.fixed_dictionaries({"seed": st.integers(0, 99), "shuffle": st.booleans()})
 laws = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
