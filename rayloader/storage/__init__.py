@@ -7,8 +7,8 @@ tried again is decided here and nowhere else.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -25,7 +25,7 @@ DROP = -1
 SKIP = -2
 """A place: do not read the object."""
 LATENCY_BUCKETS = 128
-_QUARTERS = (2**0.25, 2**0.5, 2**0.75)
+_EDGES = [2.0 ** (i / 4) for i in range(1, LATENCY_BUCKETS)]
 
 
 class Keys(NamedTuple):
@@ -123,12 +123,7 @@ class Counters:
 
 def latency_bucket(seconds: float) -> int:
     """Where ``Counters.latency`` counts a read: ``floor(4 · log2(µs))``, within the table."""
-    micros = seconds * 1e6
-    if micros < 1:
-        return 0
-    mantissa, exponent = math.frexp(micros)  # 0.5 ≤ mantissa < 1
-    within = sum(2 * mantissa >= step for step in _QUARTERS)
-    return min(4 * (exponent - 1) + within, LATENCY_BUCKETS - 1)
+    return bisect.bisect_right(_EDGES, seconds * 1e6)
 
 
 class BulkReader(Protocol):

@@ -1,10 +1,10 @@
 """The POSIX engine in Python threads, for machines without the C extension.
 
 ``Engine`` is the same as ``_native.Engine`` (``posix.Engine`` describes both), and works in outline
-as _engine.c explains: operations in a queue, an ``active`` limit on the workers awake, which begins
-at the number of CPUs, a sentry that doubles it when too few workers run because they are blocked.
-It differs where the GIL asks for it: operations are taken one by one; waiting for the GIL is not
-being blocked: the sentry asks where a thread sleeps, and it also does the halving.
+as _engine.c explains: runs of files are taken from a queue; an ``active`` limit on the workers
+awake begins at the number of CPUs; a sentry doubles it when too few workers run because they are
+blocked, and gives the rest of a blocked worker's run to the others. It differs in that waiting for
+the GIL is not being blocked: the sentry asks where a thread sleeps, and it also does the halving.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ import contextlib
 import dataclasses
 import enum
 import errno
-import fcntl
-import mmap
 import os
 import random
-import stat
 import threading
 import time
 from collections import deque
@@ -27,13 +24,22 @@ import numpy as np
 
 from rayloader.config import PAGE
 from rayloader.errors import UsageError
-from rayloader.storage import DROP, LATENCY_BUCKETS, SKIP, latency_bucket
+from rayloader.storage import DROP, SKIP
+from rayloader.storage._files import Direct, Failed, FileCode, Files, Group, Stage, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy.typing as npt
 
+__all__ = ["Engine", "FileCode"]
+
+LONGEST_RUN = 16
+"""Files that a worker takes at once while operations return at once [files]."""
+QUICK = 500e-6
+"""Operations that last longer are taken one by one [s]."""
+STUCK = 2e-3
+"""A blocked operation this old gives up the rest of its run [s]."""
 TICK = 1e-3
 LONGEST_TICK = 16e-3
 """The sentry looks after ``TICK``, then at doubling intervals while nothing is amiss [s]."""
@@ -45,35 +51,6 @@ SAMPLES = 4
 """Workers asked for their state per look."""
 UNKNOWN = 2e-3
 """Where /proc tells nothing: an operation this old counts as blocked [s]."""
-STALE_RETRIES = 2
-FD_PATIENCE = 5.0
-"""How long an open waits for a free descriptor [s]."""
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-
-
-class FileCode(enum.IntEnum):
-    """Why a file failed where the system has no number for it; the same as in _engine.h."""
-
-    NOT_REGULAR = -1
-    TRUNCATED = -2
-    NO_DIRECT = -3
-    REPLACED = -4
-    BAD_NAME = -5
-
-
-class _Direct(enum.IntEnum):
-    NO = 0
-    DEMANDED = 1
-    PREFERRED = 2
-
-
-class _Stage(enum.Enum):
-    """MEASURING → MEASURED → FETCHING → FETCHED."""
-
-    MEASURING = 1
-    MEASURED = 2
-    FETCHING = 3
-    FETCHED = 4
 
 
 class _Kind(enum.Enum):
@@ -83,346 +60,74 @@ class _Kind(enum.Enum):
     CLOSE = 4
 
 
-class _Failed(Exception):
-    """One file failed, with this code."""
-
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-
-class _Group:
-    """Some files on their way. Guarded by the engine's lock, except for the files of a run."""
-
-    def __init__(
-        self, number: int, root: bytes, blob: bytes, offsets: list[int], direct: bool
-    ) -> None:
-        n = len(offsets) - 1
-        self.number = number
-        self.root = root
-        self.root_fd = -1
-        self.blob = blob
-        self.offsets = offsets
-        self.n = n
-        self.stage = _Stage.MEASURING
-        self.discarded = False
-        self.users = 0
-        self.unfinished = n
-        self.fds = [-1] * n
-        self.sizes = [-1] * n
-        self.codes = [0] * n
-        self.busy = [0] * n
-        self.identities: list[tuple[int, int]] = [(0, 0)] * n
-        self.places = [SKIP] * n
-        self.parts_left = [0] * n
-        self.direct = [direct] * n
-
-    def name(self, i: int) -> bytes:
-        return self.blob[self.offsets[i] : self.offsets[i + 1]]
-
-    def ops(self, part: int, scratch_part: int) -> Iterator[_Op]:
-        """The operations of the stage that begins."""
-        for i in range(self.n):
-            place, size = self.places[i], self.sizes[i]
-            if self.stage is _Stage.MEASURING:
-                yield _Op(self, _Kind.MEASURE, i)
-            elif place == SKIP or size == 0:
-                yield _Op(self, _Kind.SKIP, i)
-            else:
-                step = scratch_part if place == DROP else part
-                self.parts_left[i] = -(-size // step)
-                for offset in range(0, size, step):
-                    yield _Op(self, _Kind.READ, i, offset, min(step, size - offset))
-
-    def take_resting(self) -> list[int]:
-        """The descriptors of all files that no operation is about; the group forgets them."""
-        resting = [i for i in range(self.n) if self.fds[i] >= 0 and not self.busy[i]]
-        fds = [self.fds[i] for i in resting]
-        for i in resting:
-            self.fds[i] = -1
-        return fds
-
-    def close_file(self, i: int) -> int:
-        """Close file i; how many were open [files]."""
-        fd, self.fds[i] = self.fds[i], -1
-        if fd < 0:
-            return 0
-        os.close(fd)
-        return 1
-
-    def close_files(self) -> int:
-        """Close everything; how many files were open [files]."""
-        self.close_root()
-        return sum(self.close_file(i) for i in range(self.n))
-
-    def close_root(self) -> None:
-        """Close the directory. It is open as a path only, so this asks no file system."""
-        fd, self.root_fd = self.root_fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def result(self) -> tuple[int, bytes, bytes | None]:
-        """What ``Engine.collect`` gives."""
-        read = self.stage is _Stage.FETCHED
-        kept = [not (read and place == SKIP) for place in self.places]
-        codes = [code if keep else 0 for code, keep in zip(self.codes, kept, strict=True)]
-        sizes = [
-            size if keep and not code else -1
-            for size, code, keep in zip(self.sizes, codes, kept, strict=True)
-        ]
-        packed = np.array(codes, np.int32).tobytes() if any(codes) else None
-        return self.number, np.array(sizes, np.int64).tobytes(), packed
-
-
 @dataclasses.dataclass(slots=True)
-class _Op:
-    """One file to measure, one range to read (or a file to leave unread), or a group to close."""
+class _Run:
+    """What a worker does without looking up: some files of a group, or one range of one file."""
 
-    group: _Group
+    group: Group
     kind: _Kind
-    file: int = -1
+    files: deque[int]
+    """Those not begun. Its worker takes from them, and the sentry when that is blocked."""
     offset: int = 0
     length: int = 0
-    keep: bool = False
-    """The measured file may stay open."""
-    last: bool = False
-    """No range of the file is left to read."""
+    """Of the range of a large file [bytes]; 0: the files are read whole."""
+    about: frozenset[int] = frozenset()
+    """All files of the run, while a worker has it."""
+    taken: float = 0.0
+    """When a worker took it [s, perf_counter]."""
+    keep: int = 0
+    """Measured files that may stay open [files]."""
+    ended: int = 0
+    opened: int = 0
     closed: int = 0
-    """Files closed with it [files]."""
+
+    def split(self, count: int) -> _Run:
+        """The first files as a run of their own."""
+        files = deque(self.files.popleft() for _ in range(count))
+        return _Run(self.group, self.kind, files)
 
 
-@dataclasses.dataclass(slots=True)
-class _Tally:
-    """One worker's share of the counters."""
-
-    metadata_ops: int = 0
-    reads: int = 0
-    bytes: int = 0
-    retries: int = 0
-    read_seconds: float = 0.0
-    latency: list[int] = dataclasses.field(default_factory=lambda: [0] * LATENCY_BUCKETS)
-    direct_bytes: int = 0
-    fallback_files: int = 0
-    dropped_files: int = 0
-
-
-def _round_up(size: int) -> int:
-    return (size + PAGE - 1) // PAGE * PAGE
-
-
-class _Files:
-    """Opens, measures and reads single files for one worker; every failure is a ``_Failed``."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._scratch: mmap.mmap | None = None
-        self.tally = _Tally()
-
-    def measure(self, group: _Group, i: int, keep: bool) -> None:
-        if b"\0" in group.name(i):
-            raise _Failed(FileCode.BAD_NAME)
-        fd, status = self._open(group, i)
-        group.identities[i] = (status.st_dev, status.st_ino)
-        group.sizes[i] = status.st_size
-        if self._engine.drop_cache:
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                self.tally.dropped_files += 1
-        if keep:
-            group.fds[i] = fd
+def _runs(group: Group, part: int, scratch_part: int) -> Iterator[_Run]:
+    """All that the stage which begins asks for; neighbours that are read alike are one run."""
+    if group.stage is Stage.MEASURING:
+        yield _Run(group, _Kind.MEASURE, deque(range(group.n)))
+        return
+    kinds = [_kind(group, i, part, scratch_part) for i in range(group.n)]
+    first = 0
+    for i in range(1, group.n + 1):
+        if i < group.n and kinds[i] is kinds[first] is not None:
+            continue
+        kind = kinds[first]
+        if kind is None:
+            yield from _ranges(group, first, part, scratch_part)
         else:
-            os.close(fd)
+            yield _Run(group, kind, deque(range(first, i)))
+        first = i
 
-    def read(self, group: _Group, i: int, offset: int, length: int) -> None:
-        """Read a range into its place."""
-        place = group.places[i]
-        if place == DROP:
-            view = self._scratch_view(length)
-        else:
-            start = place + offset
-            room = _round_up(length) if group.direct[i] else length
-            view = self._engine.view(start, room)
-        began = time.perf_counter()
-        try:
-            self._read_range(group, i, offset, length, view)
-        finally:
-            seconds = time.perf_counter() - began
-            self.tally.reads += 1
-            self.tally.read_seconds += seconds
-            self.tally.latency[latency_bucket(seconds)] += 1
 
-    def drop_scratch(self) -> None:
-        self._scratch = None
+def _kind(group: Group, i: int, part: int, scratch_part: int) -> _Kind | None:
+    """How file i is fetched; ``None``: in ranges."""
+    place, size = group.places[i], group.sizes[i]
+    if place == SKIP or size == 0:
+        return _Kind.SKIP
+    return _Kind.READ if size <= (scratch_part if place == DROP else part) else None
 
-    def _scratch_view(self, length: int) -> memoryview:
-        length = _round_up(length)
-        if self._scratch is None or len(self._scratch) < length:
-            self._scratch = mmap.mmap(-1, length)
-        return memoryview(self._scratch)[:length]
 
-    def _open(self, group: _Group, i: int) -> tuple[int, os.stat_result]:
-        """Open a file and learn what it is; only a regular one is given."""
-        name, direct, refused = group.name(i), group.direct[i], False
-        root = None if name.startswith(b"/") else self._root(group)
-        try:
-            fd = self._open_at(group, root, name, _FLAGS | (os.O_DIRECT if direct else 0))
-        except _Failed as error:
-            if error.code != errno.EINVAL or not direct:
-                raise
-            refused = True  # or it is no file at all: look, before O_DIRECT is blamed
-            fd = self._open_at(group, root, name, _FLAGS)
-        try:
-            self.tally.metadata_ops += 1
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise _Failed(FileCode.NOT_REGULAR)
-            if refused and self._engine.direct is _Direct.DEMANDED:
-                raise _Failed(FileCode.NO_DIRECT)
-            if refused:
-                self._fall_back(group, i)
-        except OSError as error:
-            os.close(fd)
-            raise _Failed(error.errno or errno.EIO) from error
-        except _Failed:
-            os.close(fd)
-            raise
-        return fd, status
-
-    def _root(self, group: _Group) -> int | None:
-        """The group's directory, opened anew for each group: a root may be a symbolic link."""
-        if not group.root:
-            return None
-        if group.root_fd < 0:
-            flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-            fd = self._open_at(group, None, group.root, flags)
-            if not self._engine.keep_root(group, fd):
-                os.close(fd)
-        return group.root_fd
-
-    def _open_at(self, group: _Group, root: int | None, name: bytes, flags: int) -> int:
-        waited, stale = 0.0, 0
-        while True:
-            self.tally.metadata_ops += 1
-            try:
-                return os.open(name, flags, dir_fd=root)
-            except BlockingIOError:
-                return self._open_leased(root, name, flags)
-            except ValueError as error:  # a NUL byte in the root
-                raise _Failed(FileCode.BAD_NAME) from error
-            except OSError as error:
-                code = error.errno or errno.EIO
-            if code in (errno.EMFILE, errno.ENFILE):
-                waited = self._await_descriptor(group, waited, code)
-            elif code == errno.ESTALE and stale < STALE_RETRIES:
-                stale += 1
-                self.tally.retries += 1
-            else:
-                raise _Failed(code)
-
-    def _open_leased(self, root: int | None, name: bytes, flags: int) -> int:
-        """Open a file under somebody's lease: O_NONBLOCK refuses, waiting is right."""
-        try:
-            path = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=root)
-            try:
-                if not stat.S_ISREG(os.fstat(path).st_mode):
-                    raise _Failed(FileCode.NOT_REGULAR)
-                # Through /proc it is surely the file looked at, never a FIFO put in its place.
-                return os.open(f"/proc/self/fd/{path}", flags & ~os.O_NONBLOCK)
-            finally:
-                os.close(path)
-        except OSError as error:
-            raise _Failed(error.errno or errno.EIO) from error
-
-    def _await_descriptor(self, group: _Group, waited: float, code: int) -> float:
-        self.tally.retries += 1
-        if self._engine.shed_files():
-            return waited
-        if waited >= FD_PATIENCE or group.discarded or self._engine.stopped:
-            raise _Failed(code)
-        pause = 1e-3 if waited < 0.02 else 0.02
-        time.sleep(pause)
-        return waited + pause
-
-    def _reopen(self, group: _Group, i: int) -> int:
-        """Open a measured file again, and make sure that it is the same."""
-        fd, status = self._open(group, i)
-        if (status.st_dev, status.st_ino) != group.identities[i]:
-            os.close(fd)
-            raise _Failed(FileCode.REPLACED)
-        if status.st_size < group.sizes[i]:
-            os.close(fd)
-            raise _Failed(FileCode.TRUNCATED)
-        return fd
-
-    def _read_range(
-        self, group: _Group, i: int, offset: int, length: int, view: memoryview
-    ) -> None:
-        fd, own, stale = group.fds[i], -1, 0
-        try:
-            while True:
-                if fd < 0:
-                    fd = own = self._reopen(group, i)
-                try:
-                    return self._read_from(fd, group, i, offset, length, view)
-                except OSError as error:
-                    if error.errno != errno.ESTALE or stale >= STALE_RETRIES:
-                        raise _Failed(error.errno or errno.EIO) from error
-                stale += 1  # all of the range again, from one open file
-                self.tally.retries += 1
-                if own >= 0:
-                    os.close(own)
-                fd = own = -1
-        finally:
-            if own >= 0:
-                os.close(own)
-
-    def _read_from(
-        self, fd: int, group: _Group, i: int, offset: int, length: int, view: memoryview
-    ) -> None:
-        got, end, patient, refused = 0, -1, False, 0
-        while got < length:
-            direct = group.direct[i]
-            start = got // PAGE * PAGE if direct else got
-            stop = _round_up(length) if direct else length
-            try:
-                n = os.preadv(fd, [view[start:stop]], offset + start)
-            except BlockingIOError:
-                if patient:
-                    raise
-                patient = True  # some file system takes O_NONBLOCK seriously
-                os.set_blocking(fd, True)
-                continue
-            except OSError as error:
-                if error.errno != errno.EINVAL or self._engine.direct is _Direct.NO:
-                    raise
-                refused += 1
-                self._without_direct(fd, group, i, refused)
-                continue
-            self.tally.bytes += n
-            self.tally.direct_bytes += n if direct else 0
-            got = start + n
-            # O_DIRECT starts again at the last page; the same end twice is the end.
-            if n == 0 or (got < length and got == end):
-                raise _Failed(FileCode.TRUNCATED)
-            end = got
-
-    def _without_direct(self, fd: int, group: _Group, i: int, refused: int) -> None:
-        if self._engine.direct is _Direct.DEMANDED:
-            raise _Failed(FileCode.NO_DIRECT)
-        if refused > 2:  # another range of the file may have been taking O_DIRECT off
-            raise _Failed(errno.EINVAL)
-        self._fall_back(group, i)
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-
-    def _fall_back(self, group: _Group, i: int) -> None:
-        self.tally.fallback_files += self._engine.fell_back(group, i)
+def _ranges(group: Group, i: int, part: int, scratch_part: int) -> Iterator[_Run]:
+    size = group.sizes[i]
+    step = scratch_part if group.places[i] == DROP else part
+    group.parts_left[i] = -(-size // step)
+    for offset in range(0, size, step):
+        yield _Run(group, _Kind.READ, deque([i]), offset, min(step, size - offset))
 
 
 class _Worker:
-    """A thread that carries out operations, one at a time, until the engine stops."""
+    """A thread that carries out runs until the engine stops."""
 
     def __init__(self, engine: Engine) -> None:
-        self.files = _Files(engine)
-        self.op: _Op | None = None
+        self.files = Files(engine)
+        self.run: _Run | None = None
+        self.file = -1
         self.began = 0.0
         """When the operation in flight began, 0.0 between two [s, perf_counter]."""
         self.notify = False
@@ -432,32 +137,53 @@ class _Worker:
         self.thread = threading.Thread(target=self._main, name="rayloader-read", daemon=True)
 
     def _main(self) -> None:
-        while self._engine.next_op(self):
-            self.began = time.perf_counter()
-            self._carry_out()
+        while (run := self._engine.next_run(self)) is not None:
+            if run.kind is _Kind.CLOSE:
+                run.closed = run.group.close_files()
+            else:
+                self._carry_out(run)
             self.began = 0.0
         self.files.drop_scratch()
         self._engine.leave()
 
-    def _carry_out(self) -> None:
-        op = self.op
-        assert op is not None
-        group, i = op.group, op.file
-        try:
-            if op.kind is _Kind.READ:
-                if not group.codes[i]:
-                    self.files.read(group, i, op.offset, op.length)
-            elif op.kind is _Kind.MEASURE:
-                self.files.measure(group, i, op.keep)
-        except _Failed as failure:
-            group.codes[i] = group.codes[i] or failure.code
-        except OSError as error:
-            group.codes[i] = group.codes[i] or error.errno or errno.EIO
-        if op.kind is _Kind.CLOSE:
-            op.closed = group.close_files()
-        elif op.kind is not _Kind.MEASURE:
-            op.last = op.kind is _Kind.SKIP or self._engine.is_last(op)
-            op.closed = group.close_file(i) if op.last else 0
+    def _carry_out(self, run: _Run) -> None:
+        group, files, one = run.group, run.files, self._fetch
+        if run.kind is _Kind.MEASURE:
+            one = self._measure
+        while not (group.discarded or self._engine.stopped):
+            try:
+                i = files.popleft()
+            except IndexError:
+                return
+            self.file = i
+            self.began = time.perf_counter()
+            try:
+                one(run, group, i)
+            except Failed as failure:
+                group.fail(i, failure.code)
+            except OSError as error:
+                group.fail(i, error.errno or errno.EIO)
+            run.ended += self._end(run, group, i)
+
+    def _measure(self, run: _Run, group: Group, i: int) -> None:
+        self.files.measure(group, i, keep=run.opened < run.keep)
+        run.opened += group.fds[i] >= 0
+
+    def _fetch(self, run: _Run, group: Group, i: int) -> None:
+        if run.length:
+            if not group.codes[i]:
+                self.files.read(group, i, run.offset, run.length)
+        elif run.kind is _Kind.READ:
+            self.files.read(group, i, 0, group.sizes[i])
+
+    def _end(self, run: _Run, group: Group, i: int) -> bool:
+        """True when nothing more is to be done about the file in this stage."""
+        if run.kind is _Kind.MEASURE:
+            return True
+        if run.length and not self._engine.is_last_range(group, i):
+            return False
+        run.closed += group.close_file(i)
+        return True
 
 
 class Engine:
@@ -477,7 +203,7 @@ class Engine:
         parts = (part_bytes, scratch_part_bytes)
         if min(concurrency, cpus, *parts) < 1 or any(p % PAGE for p in parts) or fd_budget < 0:
             raise UsageError("an option of the engine is out of range")
-        self.direct = _Direct(direct)
+        self.direct = Direct(direct)
         self.drop_cache = drop_cache
         self.stopped = False
         self._pid = os.getpid()
@@ -489,13 +215,14 @@ class Engine:
         self._fd_budget = fd_budget
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._signalled = False
-        self._memory: memoryview | None = None
+        self.memory = memoryview(b"")
+        self._attached = False
         self._lock = threading.Lock()
         self._gone = threading.Condition(self._lock)
-        self._groups: dict[int, _Group] = {}
-        self._queue: deque[_Op] = deque()
-        self._done: dict[int, _Group] = {}
-        self._unsettled: set[_Group] = set()
+        self._groups: dict[int, Group] = {}
+        self._queue: deque[_Run] = deque()
+        self._done: dict[int, Group] = {}
+        self._unsettled: set[Group] = set()
         self._open_files = 0
         self._workers: list[_Worker] = []
         self._idle: list[_Worker] = []
@@ -508,6 +235,8 @@ class Engine:
         self._sentry_wake = threading.Condition(self._lock)
         self._armed = False
         self._calm = 0
+        self._typical = dict.fromkeys(_Kind, QUICK)
+        """Smoothed duration of one operation [s]."""
 
     # ---- the owner's calls
 
@@ -517,14 +246,14 @@ class Engine:
 
     def attach(self, memory: memoryview, /) -> None:
         self._check()
-        if self._memory is not None:
+        if self._attached:
             raise UsageError("memory is attached already")
         view = memoryview(memory).cast("B")
         if view.readonly:
             raise BufferError("the memory is not writable")
-        if self.direct is not _Direct.NO and np.frombuffer(view, np.uint8).ctypes.data % PAGE:
+        if self.direct is not Direct.NO and np.frombuffer(view, np.uint8).ctypes.data % PAGE:
             raise UsageError("O_DIRECT needs memory that begins at a multiple of 4096")
-        self._memory = view
+        self.memory, self._attached = view, True
 
     def measure(
         self, number: int, root: bytes, blob: bytes, offsets: npt.NDArray[np.int64], /
@@ -538,7 +267,7 @@ class Engine:
         )
         if bad:
             raise UsageError("offsets do not fit the names")
-        group = _Group(number, root, blob, ends.tolist(), self.direct is not _Direct.NO)
+        group = Group(number, root, blob, ends.tolist(), self.direct is not Direct.NO)
         with self._lock:
             if number in self._groups:
                 raise UsageError(f"group {number} is in use")
@@ -552,19 +281,18 @@ class Engine:
             raise TypeError("expected a one-dimensional buffer of int64")
         with self._lock:
             group = self._groups.get(number)
-            if group is None or group.stage is not _Stage.MEASURED or number in self._done:
+            if group is None or group.stage is not Stage.MEASURED or number in self._done:
                 raise UsageError(f"group {number} is not a measured one")
             if len(wanted) != group.n:
                 raise UsageError(f"group {number} has another number of objects")
-            places_list: list[int] = wanted.tolist()
-            for i, place in enumerate(places_list):
-                if not self._fits(group, i, place):
-                    raise UsageError(
-                        f"object {i} of group {number} cannot be read there: it was not measured, "
-                        "or the place is not aligned or leaves no room"
-                    )
-            group.places = places_list
-            group.stage = _Stage.FETCHING
+            bad = self._misplaced(group, wanted)
+            if bad is not None:
+                raise UsageError(
+                    f"object {bad} of group {number} cannot be read there: it was not measured, "
+                    "or the place is not aligned or leaves no room"
+                )
+            group.places = wanted.tolist()
+            group.stage = Stage.FETCHING
             self._submit(group)
 
     def discard(self, number: int, /) -> None:
@@ -577,7 +305,7 @@ class Engine:
             group.discarded = True
             if group.users == 0:
                 self._retire(group)
-            elif group.stage is _Stage.FETCHING:
+            elif group.stage is Stage.FETCHING:
                 self._unsettled.add(group)
 
     def settled(self, group: int | None = None, /) -> bool:
@@ -590,7 +318,7 @@ class Engine:
         with self._lock:
             done, self._done = self._done, {}
             for number, group in done.items():
-                if group.stage is _Stage.FETCHED:
+                if group.stage is Stage.FETCHED:
                     del self._groups[number]
             if self._signalled:
                 with contextlib.suppress(BlockingIOError):  # who will write has not yet done so
@@ -601,8 +329,8 @@ class Engine:
     def counters(self) -> tuple[Any, ...]:
         self._check()
         tallies = [worker.files.tally for worker in list(self._workers)]
-        total = _Tally()
-        for field in dataclasses.fields(_Tally):
+        total = Tally()
+        for field in dataclasses.fields(Tally):
             if field.name != "latency":
                 setattr(total, field.name, sum(getattr(tally, field.name) for tally in tallies))
         latency = tuple(map(sum, zip(total.latency, *(t.latency for t in tallies), strict=True)))
@@ -635,11 +363,11 @@ class Engine:
         now, age, name = time.perf_counter(), 0.0, b""
         with self._lock:
             for worker in self._workers:
-                op, began = worker.op, worker.began
-                if op is None or op.kind is _Kind.CLOSE or op.group.discarded:
+                run, began = worker.run, worker.began
+                if run is None or run.kind is _Kind.CLOSE or run.group.discarded:
                     continue
                 if began and now - began > age:
-                    age, name = now - began, op.group.name(op.file)
+                    age, name = now - began, run.group.name(worker.file)
         return age, name
 
     def close(self, grace: float = 0.2, /) -> int:
@@ -665,28 +393,27 @@ class Engine:
             if thread is not None:
                 thread.join()
         os.close(self._event)
-        if self._memory is not None:
-            self._memory.release()
+        self.memory.release()
         return 0
 
     # ---- the workers' calls
 
-    def next_op(self, worker: _Worker) -> bool:
-        """End the worker's operation and give it the next, as soon as there is one for it."""
+    def next_run(self, worker: _Worker) -> _Run | None:
+        """End the worker's run and give it the next as soon as there is one; ``None``: stop."""
         with self._lock:
-            if worker.op is not None:
-                self._end(worker, worker.op)
+            if worker.run is not None:
+                self._end(worker, worker.run)
             while not self.stopped or self._queue:
                 if self._queue and (self.stopped or self._awake <= self._limit()):
-                    self._begin(worker, self._queue.popleft())
-                    if worker.op is not None:
+                    worker.run = self._take()
+                    if worker.run is not None:
                         self._call_one()
                         self._arm()
                         break
                 else:
                     self._park(worker)
         self._tell(worker)
-        return worker.op is not None
+        return worker.run
 
     def leave(self) -> None:
         """A thread's last call."""
@@ -694,25 +421,20 @@ class Engine:
             self._alive -= 1
             self._gone.notify_all()
 
-    def is_last(self, op: _Op) -> bool:
-        """True when no other range of the operation's file is left to read."""
+    def is_last_range(self, group: Group, i: int) -> bool:
+        """Count a range of the file as read. True when no other is left."""
         with self._lock:
-            op.group.parts_left[op.file] -= 1
-            return op.group.parts_left[op.file] == 0
+            group.parts_left[i] -= 1
+            return group.parts_left[i] == 0
 
-    def view(self, start: int, length: int) -> memoryview:
-        """Some of the attached memory."""
-        assert self._memory is not None
-        return self._memory[start : start + length]
-
-    def fell_back(self, group: _Group, i: int) -> bool:
+    def fell_back(self, group: Group, i: int) -> bool:
         """The file is read without O_DIRECT from now on. True the first time."""
         with self._lock:
             first = group.direct[i]
             group.direct[i] = False
             return first
 
-    def keep_root(self, group: _Group, fd: int) -> bool:
+    def keep_root(self, group: Group, fd: int) -> bool:
         """Keep the group's directory open. False when another worker was first."""
         with self._lock:
             if group.root_fd < 0:
@@ -722,8 +444,10 @@ class Engine:
     def shed_files(self) -> bool:
         """Close the files at rest of the group that will be fetched last. True if there was one."""
         with self._lock:
+            in_use = [(w.run.group, w.run.about) for w in self._workers if w.run is not None]
             for group in reversed(list(self._groups.values())):
-                fds = group.take_resting()
+                about = (files for of, files in in_use if of is group)
+                fds = group.take_resting(set().union(*about))
                 if fds:
                     break
             else:
@@ -744,21 +468,22 @@ class Engine:
                 "the engine belongs to the process that opened it, not to a forked child"
             )
 
-    def _fits(self, group: _Group, i: int, place: int) -> bool:
-        if place == SKIP:
-            return True
-        if group.codes[i] or group.sizes[i] < 0 or place < DROP:
-            return False
-        if place == DROP:
-            return True
-        room = _round_up(group.sizes[i]) if group.direct[i] else group.sizes[i]
-        memory = len(self._memory) if self._memory is not None else 0
-        return place + room <= memory and not (group.direct[i] and place % PAGE)
+    def _misplaced(self, group: Group, places: npt.NDArray[np.int64]) -> int | None:
+        """The first file that cannot be read to its place."""
+        sizes = np.array(group.sizes, np.int64)
+        sizes[np.array(group.codes) != 0] = -1
+        direct = np.array(group.direct, bool)
+        rooms = np.where(direct, (sizes + PAGE - 1) // PAGE * PAGE, sizes)
+        fits = (places >= 0) & (rooms <= len(self.memory) - np.minimum(places, len(self.memory)))
+        fits &= (places <= len(self.memory)) & ~(direct & (places % PAGE != 0))
+        wrong = (places != SKIP) & ((sizes < 0) | ((places != DROP) & ~fits))
+        return int(np.argmax(wrong)) if wrong.any() else None
 
-    def _submit(self, group: _Group) -> None:
+    def _submit(self, group: Group) -> None:
         group.unfinished = group.n
-        self._queue.extend(group.ops(self._part, self._scratch_part))
-        if group.n == 0 and self._complete(group):
+        if group.n > 0:
+            self._queue.extend(_runs(group, self._part, self._scratch_part))
+        elif self._complete(group):
             os.eventfd_write(self._event, 1)
         self._call_one()
         if self._queue and not self._workers:
@@ -801,34 +526,42 @@ class Engine:
             worker.notify = False
             os.eventfd_write(self._event, 1)
 
-    def _begin(self, worker: _Worker, op: _Op) -> None:
-        group = op.group
-        if op.kind is not _Kind.CLOSE:
-            if group.discarded:
-                return
-            group.users += 1
-            group.busy[op.file] += 1
-        if op.kind is _Kind.MEASURE:
-            op.keep = self._open_files < self._fd_budget
-            self._open_files += op.keep
-        elif op.kind is _Kind.READ:
+    def _take(self) -> _Run | None:
+        """The next run from the queue. ``None``: its group was discarded."""
+        run = self._queue[0]
+        if run.group.discarded and run.kind is not _Kind.CLOSE:
+            self._queue.popleft()
+            return None
+        count = self._run_length(run)
+        run = run.split(count) if count < len(run.files) else self._queue.popleft()
+        run.about = frozenset(run.files)
+        run.taken = time.perf_counter()
+        run.group.users += run.kind is not _Kind.CLOSE
+        if run.kind is _Kind.MEASURE:
+            run.keep = max(0, min(len(run.files), self._fd_budget - self._open_files))
+            self._open_files += run.keep  # set right when the run ends
+        elif run.kind is _Kind.READ:
             self._reading += 1
             self._peak = max(self._peak, self._reading)
-        worker.op = op
+        return run
 
-    def _end(self, worker: _Worker, op: _Op) -> None:
-        worker.op, group = None, op.group
-        if op.kind is _Kind.CLOSE:
-            self._open_files -= op.closed
+    def _run_length(self, run: _Run) -> int:
+        slow = self._active > self._cpus or self._typical[run.kind] > QUICK
+        if slow and run.kind is not _Kind.SKIP:
+            return 1  # operations block: one each
+        fair = len(run.files) // (2 * self._limit())  # the end is reached together
+        return max(1, min(fair, LONGEST_RUN))
+
+    def _end(self, worker: _Worker, run: _Run) -> None:
+        worker.run, group = None, run.group
+        self._open_files += run.opened - run.keep - run.closed
+        if run.kind is _Kind.CLOSE:
             return
-        if op.kind is _Kind.MEASURE:
-            self._open_files -= op.keep and group.fds[op.file] < 0
-            group.unfinished -= 1
-        else:
-            self._reading -= op.kind is _Kind.READ
-            self._open_files -= op.closed
-            group.unfinished -= op.last
-        group.busy[op.file] -= 1
+        if run.ended:
+            each = (time.perf_counter() - run.taken) / run.ended
+            self._typical[run.kind] += (each - self._typical[run.kind]) / 8
+        self._reading -= run.kind is _Kind.READ
+        group.unfinished -= run.ended
         group.users -= 1
         if group.users == 0 and group.discarded:
             if group in self._unsettled:
@@ -838,11 +571,11 @@ class Engine:
         elif group.users == 0 and group.unfinished == 0:
             worker.notify = self._complete(group)
 
-    def _complete(self, group: _Group) -> bool:
+    def _complete(self, group: Group) -> bool:
         """The stage is done. True when the owner must be told."""
         group.close_root()
-        measured = group.stage is _Stage.MEASURING
-        group.stage = _Stage.MEASURED if measured else _Stage.FETCHED
+        measured = group.stage is Stage.MEASURING
+        group.stage = Stage.MEASURED if measured else Stage.FETCHED
         self._done[group.number] = group
         return self._must_tell()
 
@@ -851,14 +584,14 @@ class Engine:
         self._signalled = self._signalled or must
         return must
 
-    def _retire(self, group: _Group) -> None:
+    def _retire(self, group: Group) -> None:
         """Nobody's any more: a worker closes its files."""
         if group.root_fd >= 0 or any(fd >= 0 for fd in group.fds):
-            self._queue.appendleft(_Op(group, _Kind.CLOSE))
+            self._queue.appendleft(_Run(group, _Kind.CLOSE, deque()))
             self._call_one()
 
     def _retire_all(self) -> None:
-        closing = [op for op in self._queue if op.kind is _Kind.CLOSE]
+        closing = [run for run in self._queue if run.kind is _Kind.CLOSE]
         self._queue.clear()
         self._queue.extend(closing)
         for group in self._groups.values():
@@ -871,10 +604,10 @@ class Engine:
     # ---- the sentry
 
     def _wants_sentry(self) -> bool:
-        return bool(self._queue) or (self._active > self._cpus and self._awake > 0)
+        return bool(self._queue) or self._awake > 0
 
     def _arm(self) -> None:
-        if self._armed or self._concurrency <= self._cpus or not self._wants_sentry():
+        if self._armed or self._concurrency == 1:
             return
         if self._sentry is None:
             self._sentry = threading.Thread(target=self._watch, name="rayloader-watch", daemon=True)
@@ -904,7 +637,7 @@ class Engine:
         self.leave()
 
     def _look(self) -> bool:
-        """Ask some workers whether they are blocked, and change ``active``. True if it grew."""
+        """Ask some workers whether they are blocked, and act on it. True if ``active`` grew."""
         now = time.perf_counter()
         busy = [(w, now - began) for w in self._workers if (began := w.began)]
         if not busy:
@@ -912,9 +645,13 @@ class Engine:
         asked = random.sample(busy, min(SAMPLES, len(busy)))
         self._lock.release()
         try:
-            blocked = sum(_is_blocked(worker.thread, age) for worker, age in asked)
+            states = [_is_blocked(worker.thread, age) for worker, age in asked]
         finally:
             self._lock.acquire()
+        for (worker, age), is_blocked in zip(asked, states, strict=True):
+            if is_blocked and age > STUCK:
+                self._take_back(worker)
+        blocked = sum(states)
         running = len(busy) * (len(asked) - blocked) / len(asked)
         self._calm = 0 if blocked else self._calm + 1
         grows = running < self._cpus and blocked > 0 and bool(self._queue)
@@ -925,6 +662,18 @@ class Engine:
         while self._call_one():
             pass
         return grows
+
+    def _take_back(self, worker: _Worker) -> None:
+        """What a blocked worker has not begun goes to the others."""
+        run = worker.run
+        if run is None or not run.files:
+            return
+        rest: deque[int] = deque()
+        with contextlib.suppress(IndexError):  # its worker may be taking from it again
+            while True:
+                rest.append(run.files.popleft())
+        if rest:
+            self._queue.appendleft(_Run(run.group, run.kind, rest))
 
 
 def _is_blocked(thread: threading.Thread, age: float) -> bool:
