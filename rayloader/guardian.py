@@ -46,12 +46,12 @@ from rayloader.node import (
     receive,
 )
 
-FIRST_OWNER_SECONDS = 20.0
-"""A guardian that nobody joins within this ends [s]."""
+FIRST_OWNER_SECONDS = 8.0
+"""A guardian that nobody joins within this ends [s]: its starter was interrupted or killed."""
 END_SECONDS = 8.0
 """What has been killed must be gone within this; then it is left (stuck in the kernel) [s]."""
 DIRECTORY_PREFIX = "rayloader-"
-DIRECTORY_BYTES = 80
+DIRECTORY_BYTES = 78
 """Longest private directory: Ray's socket names in it must stay below 108 [bytes]."""
 DIRECTORY_FREE_BYTES = 16 << 20
 """Free space that Ray's files need at the least [bytes]."""

@@ -99,3 +99,15 @@ for batch in batches:
     assert errors.strip().splitlines()[-1:] == ([said] if said else []), errors
     assert errors.count("Traceback") == bool(said), errors
     census.gone(campaign.promised(10))
+
+
+def test_a_guardian_whose_starter_was_interrupted_before_it_joined_ends(census):
+    code = """
+import time
+from rayloader import node
+node._spawn(f"interrupted-{time.monotonic_ns()}", time.monotonic() + 20)
+print("started", flush=True)
+"""
+    assert census.start(code).line() == "started"
+    assert any("guardian" in line for line in census.processes().values())
+    census.gone(campaign.promised(10))
