@@ -52,6 +52,8 @@ PRIVATE_ENVIRONMENT = {
 
 
 _SESSION = "s"
+_RAYS_OWN = "r"
+"""Below the private directory, because Ray opens its directory to everybody (mode 0777)."""
 _PYTHON = [sys.executable, "-I", "-S"]
 _AGENT_PORTS = {
     "--dashboard_agent_command": (
@@ -120,7 +122,7 @@ def _start_node(directory: str) -> Any:
         resources={},
         labels={},
         object_store_memory=OBJECT_STORE_BYTES,
-        temp_dir=directory,
+        temp_dir=os.path.join(directory, _RAYS_OWN),
         session_name=_SESSION,
         include_dashboard=False,
         include_log_monitor=False,
@@ -151,7 +153,7 @@ def _without_agents(command: list[str], directory: str) -> list[str]:
         if flag in _AGENT_PORTS:
             with open(script, "w") as file:
                 file.write(_AGENT)
-            session = os.path.join(directory, _SESSION)
+            session = os.path.join(directory, _RAYS_OWN, _SESSION)
             files = [os.path.join(session, f"{port}_{node_id}") for port in _AGENT_PORTS[flag]]
             words.append(f"{flag}={subprocess.list2cmdline([*_PYTHON, script, *files])}")
         else:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import json
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -103,7 +101,6 @@ class ReaderLoop:
 
     def run(self) -> None:
         """Work until the trainer is gone."""
-        _ask_for_short_slices()
         while True:
             self._wait()
             if not self._link.listen(self._reader):
@@ -136,21 +133,6 @@ class ReaderLoop:
         self.generation = request.generation
         self._link.begun(request.generation)
         self._reader.begin(request, catalog)
-
-
-def _ask_for_short_slices() -> None:
-    """Have this thread run soon after it is woken, although the storage's threads are busy.
-
-    It works some 0.1 ms at a time, and everything waits for it. From Linux 6.12 on, a thread may
-    say so (sched_setattr, sched(7)); where it may not, nothing changes.
-    """
-    number = {"x86_64": 314, "aarch64": 274}.get(os.uname().machine)
-    if number is None:
-        return
-    nice = os.getpriority(os.PRIO_PROCESS, 0)
-    size, policy, flags, priority, runtime_ns = 48, 0, 0, 0, 100_000
-    attributes = struct.pack("=IIQiIQQQ", size, policy, flags, nice, priority, runtime_ns, 0, 0)
-    ctypes.CDLL(None).syscall(number, 0, attributes, 0)
 
 
 class SocketLink:
