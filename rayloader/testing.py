@@ -861,6 +861,21 @@ class SlowBulkReaderContract(_Opens):
         self.timed(site, reading, 256)
         assert reading.storage.counters().peak_in_flight == 48
 
+    def test_the_concurrency_may_change_while_large_objects_are_dropped(
+        self, site: SlowSite, opened: Callable[..., Reading]
+    ) -> None:
+        size = 30 * PAGE + 1
+        site.put(b"large", content("large", size))
+        reading = opened(concurrency=4, part_bytes=8 * PAGE, scratch_bytes=8 * PAGE)
+        for concurrency in (1, 8, 2, 1, 8):  # the length of the ranges changes with it
+            site.latency = 0.002
+            group, _ = reading.measured(site.root, [b"large"] * 2)
+            reading.storage.fetch(group, np.full(2, DROP))
+            reading.until(lambda: reading.storage.oldest_read()[0] > 0)
+            reading.storage.set_concurrency(concurrency)
+            assert reading.wait(group).sizes.tolist() == [size] * 2
+        assert reading.storage.counters().bytes_transferred == 5 * 2 * size
+
     def test_one_object_that_does_not_answer_delays_no_other(
         self, site: SlowSite, opened: Callable[..., Reading]
     ) -> None:

@@ -86,6 +86,7 @@ struct group {
     int64_t unfinished; /* files of this stage */
     int64_t cursor;     /* next file to take ... */
     int64_t part;       /* ... and the next byte of it, if it is large */
+    int64_t drop_part;  /* length of ranges of files to be dropped, fixed by the fetch */
     _Atomic int root_fd;
     const char *root; /* NUL-terminated; empty: none */
     int64_t n;
@@ -680,13 +681,20 @@ static int32_t range_read(range *r)
     return code;
 }
 
-static char *scratch_of(worker *w, int64_t bytes)
+static void drop_scratch(worker *w)
 {
-    bytes = round_up(bytes);
-    if (w->scratch && w->scratch_bytes >= bytes)
-        return w->scratch;
     if (w->scratch)
         munmap(w->scratch, (size_t)w->scratch_bytes);
+    w->scratch = NULL;
+}
+
+/* The worker's buffer for bytes to be dropped; it is as long as one range, so all of them keep
+ * within their bound. */
+static char *scratch_of(worker *w, int64_t bytes)
+{
+    if (w->scratch && w->scratch_bytes == bytes)
+        return w->scratch;
+    drop_scratch(w);
     void *fresh = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
                        -1, 0);
     w->scratch = fresh == MAP_FAILED ? NULL : fresh;
@@ -697,11 +705,10 @@ static char *scratch_of(worker *w, int64_t bytes)
 static int32_t read_range(worker *w, group *g, file *f, int64_t offset, int64_t bytes)
 {
     range r = {.w = w, .g = g, .f = f, .fd = f->fd, .own_fd = -1, .offset = offset, .bytes = bytes};
-    r.into = f->place >= 0 ? w->e->memory + f->place + offset : scratch_of(w, bytes);
+    int64_t began = atomic_load_explicit(&w->op_start, memory_order_relaxed);
+    r.into = f->place >= 0 ? w->e->memory + f->place + offset : scratch_of(w, g->drop_part);
     if (!r.into)
         return ENOMEM;
-    int64_t began = now_ns();
-    atomic_store_explicit(&w->op_start, began, memory_order_release);
     int32_t code = range_read(&r);
     int64_t ns = now_ns() - began;
     add(&w->tally.reads, 1);
@@ -712,14 +719,9 @@ static int32_t read_range(worker *w, group *g, file *f, int64_t offset, int64_t 
 
 /* ---- runs -------------------------------------------------------------------------------- */
 
-static bool is_read(const file *f)
+static int64_t part_of(const engine *e, const group *g, const file *f)
 {
-    return f->place != PLACE_SKIP && f->size > 0;
-}
-
-static int64_t part_of(const engine *e, const file *f)
-{
-    return f->place == PLACE_DROP ? e->options.scratch_part_bytes : e->options.part_bytes;
+    return f->place == PLACE_DROP ? g->drop_part : e->options.part_bytes;
 }
 
 static int64_t run_length(const engine *e, const group *g, enum kind kind)
@@ -753,7 +755,7 @@ static int64_t claim_next(worker *w)
 static void take_part(engine *e, group *g, run *r)
 {
     file *f = &g->files[g->cursor];
-    int64_t part = part_of(e, f);
+    int64_t part = part_of(e, g, f);
     if (g->part == 0)
         atomic_store(&f->parts_left, (int32_t)((f->size + part - 1) / part));
     r->large = true;
@@ -766,13 +768,23 @@ static void take_part(engine *e, group *g, run *r)
     }
 }
 
-/* Consecutive files that are all small and read, or all not read. */
+static enum kind kind_of(const group *g, const file *f)
+{
+    if (g->stage == MEASURING)
+        return RUN_MEASURE;
+    return f->place != PLACE_SKIP && f->size > 0 ? RUN_READ : RUN_SKIP;
+}
+
+static bool is_large(const engine *e, const group *g, const file *f)
+{
+    return kind_of(g, f) == RUN_READ && f->size > part_of(e, g, f);
+}
+
+/* Consecutive files of one kind, none of them large. */
 static void take_files(engine *e, group *g, run *r)
 {
     int64_t end = g->cursor + run_length(e, g, r->kind), i = g->cursor + 1;
-    while (i < end && (r->kind == RUN_MEASURE ||
-                       (is_read(&g->files[i]) == (r->kind == RUN_READ) &&
-                        (r->kind == RUN_SKIP || g->files[i].size <= part_of(e, &g->files[i])))))
+    while (i < end && kind_of(g, &g->files[i]) == r->kind && !is_large(e, g, &g->files[i]))
         i++;
     g->cursor = i;
 }
@@ -781,11 +793,10 @@ static void take_from_queue(engine *e, worker *w)
 {
     group *g = e->queue.first;
     run *r = &w->run;
-    file *f = &g->files[g->cursor];
     int64_t begin = g->cursor;
     r->group = g;
-    r->kind = g->stage == MEASURING ? RUN_MEASURE : is_read(f) ? RUN_READ : RUN_SKIP;
-    if (r->kind == RUN_READ && (g->part > 0 || f->size > part_of(e, f)))
+    r->kind = kind_of(g, &g->files[begin]);
+    if (is_large(e, g, &g->files[begin]))
         take_part(e, g, r);
     else
         take_files(e, g, r);
@@ -878,7 +889,6 @@ static void execute_file(worker *w, run *r, file *f)
 {
     int32_t code = 0;
     if (r->kind == RUN_MEASURE) {
-        atomic_store_explicit(&w->op_start, now_ns(), memory_order_release);
         code = measure_file(w, r->group, f, r->keep);
         r->closed += r->keep && f->fd < 0;
         atomic_store(&f->at_rest, true);
@@ -900,6 +910,7 @@ static void execute(worker *w)
     int64_t i, switches = r->watch ? voluntary_switches() : 0;
     while (!given_up(w, g) && (i = claim_next(w)) >= 0) {
         atomic_store_explicit(&w->op_file, i, memory_order_relaxed);
+        atomic_store_explicit(&w->op_start, now_ns(), memory_order_release);
         if (r->large)
             execute_part(w, r, &g->files[i]);
         else
@@ -917,9 +928,11 @@ static void free_group(group *g)
 static void bury(worker *w)
 {
     group *g = w->run.group;
+    atomic_store_explicit(&w->op_start, now_ns(), memory_order_release);
     int64_t closed = close_files(g);
     close_root(g);
     free_group(g);
+    atomic_store_explicit(&w->op_start, 0, memory_order_relaxed);
     pthread_mutex_lock(&w->e->lock);
     w->e->open_files -= closed;
 }
@@ -1056,9 +1069,7 @@ static void *worker_main(void *argument)
             finish(e, w);
         }
     }
-    if (w->scratch)
-        munmap(w->scratch, (size_t)w->scratch_bytes);
-    w->scratch = NULL;
+    drop_scratch(w);
     w->exited = true;
     leave(e);
     return NULL;
@@ -1343,6 +1354,7 @@ int engine_fetch(engine *e, int64_t number, const int64_t *places, int64_t n, in
     if (!error) {
         for (int64_t i = 0; i < n; i++)
             g->files[i].place = places[i];
+        g->drop_part = e->options.scratch_part_bytes;
         g->stage = FETCHING;
         error = submit(e, g);
         if (error)
@@ -1435,10 +1447,7 @@ void engine_set_concurrency(engine *e, int concurrency, int64_t scratch_part_byt
     pthread_mutex_lock(&e->lock);
     if (e->options.scratch_part_bytes != scratch_part_bytes)
         for (worker *w = e->idle; w; w = w->next_idle)
-            if (w->scratch) {
-                munmap(w->scratch, (size_t)w->scratch_bytes);
-                w->scratch = NULL;
-            }
+            drop_scratch(w);
     e->options.concurrency = concurrency;
     e->options.scratch_part_bytes = scratch_part_bytes;
     e->thread_limit = INT_MAX;

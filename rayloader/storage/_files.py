@@ -152,6 +152,7 @@ class Surroundings(Protocol):
     drop_cache: bool
     stopped: bool
     memory: memoryview
+    scratch_part: int
 
     def shed_files(self) -> bool:
         """Close files at rest to have descriptors. True if there was one."""
@@ -211,8 +212,9 @@ class Files:
         self._scratch = None
 
     def _scratch_view(self, room: int) -> memoryview:
-        if self._scratch is None or len(self._scratch) < room:
-            self._scratch = mmap.mmap(-1, round_up(room))
+        wanted = max(self._engine.scratch_part, round_up(room))
+        if self._scratch is None or len(self._scratch) != wanted:
+            self._scratch = mmap.mmap(-1, wanted)
         return memoryview(self._scratch)[:room]
 
     def _open(self, group: Group, i: int) -> tuple[int, os.stat_result]:

@@ -211,7 +211,7 @@ class Engine:
         self._concurrency = concurrency
         self._cpus = cpus
         self._part = part_bytes
-        self._scratch_part = scratch_part_bytes
+        self.scratch_part = scratch_part_bytes
         self._fd_budget = fd_budget
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._signalled = False
@@ -349,11 +349,11 @@ class Engine:
         if concurrency < 1 or scratch_part_bytes < 1 or scratch_part_bytes % PAGE:
             raise UsageError("an option of the engine is out of range")
         with self._lock:
-            if scratch_part_bytes != self._scratch_part:
+            if scratch_part_bytes != self.scratch_part:
                 for worker in self._idle:
                     worker.files.drop_scratch()
             self._concurrency = concurrency
-            self._scratch_part = scratch_part_bytes
+            self.scratch_part = scratch_part_bytes
             while self._call_one():
                 pass
             self._arm()
@@ -482,7 +482,7 @@ class Engine:
     def _submit(self, group: Group) -> None:
         group.unfinished = group.n
         if group.n > 0:
-            self._queue.extend(_runs(group, self._part, self._scratch_part))
+            self._queue.extend(_runs(group, self._part, self.scratch_part))
         elif self._complete(group):
             os.eventfd_write(self._event, 1)
         self._call_one()

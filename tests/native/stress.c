@@ -3,7 +3,7 @@
  * Groups are measured, fetched, discarded and collected in no order, the concurrency changes,
  * engines close in the middle. The linker puts us between the engine and the system (--wrap): some
  * calls are slow, cut short, interrupted, stale or refused, and some threads are not to be had.
- * Every byte that was promised is checked, and that a discarded group's memory is left alone once it
+ * Every promised byte is checked, and that a discarded group's memory is left alone once it
  * has settled.
  */
 #define _GNU_SOURCE
@@ -235,6 +235,21 @@ static void step(engine *e, const char *root, int64_t sizes[LIVE][MOST])
     leave_quarantine(e);
 }
 
+/* Whatever was begun comes to its end. */
+static void let_end(engine *e, int64_t sizes[LIVE][MOST])
+{
+    for (int waits = 0, under_way = 1; under_way; waits++) {
+        struct pollfd ready = {.fd = engine_fileno(e), .events = POLLIN};
+        must(waits < 10000, "what was begun ends");
+        if (poll(&ready, 1, 2) > 0)
+            collect(e, sizes);
+        leave_quarantine(e);
+        under_way = 0;
+        for (int at = 0; at < LIVE; at++)
+            under_way |= slots[at].state != FREE && slots[at].state != MEASURED;
+    }
+}
+
 static void one_engine(const char *root)
 {
     static int64_t sizes[LIVE][MOST];
@@ -254,6 +269,8 @@ static void one_engine(const char *root)
             collect(e, sizes);
         step(e, root, sizes);
     }
+    if (any(2))
+        let_end(e, sizes);
     must(engine_close(e, 2000000000) == 0, "all threads end");
 }
 
