@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from rayloader.errors import ClusterError
+from rayloader.errors import ClusterError, chained
 from rayloader.launch import scrubbed
 from rayloader.limits import too_few_processes
 
@@ -93,10 +93,11 @@ class Guardian:
                 raise
             except TimeoutError:
                 break
-            except ConnectionError:  # none there yet, or one that is just ending
-                _spawn(run_id, deadline)
+            except ConnectionError:
+                pass  # none there yet, or one that is just ending
+            _spawn(run_id, deadline)
             time.sleep(_RETRY_SECONDS)
-        raise ClusterError(f"no guardian process answered within {timeout:g} s on this node")
+        raise ClusterError(f"no guardian process answered within start_timeout={timeout:g} s")
 
     def ray(self, timeout: float) -> RayAddress:
         """The node's private Ray, started at the first request.
@@ -107,7 +108,8 @@ class Guardian:
         Raises:
             ClusterError: it could not be started, has died, or the guardian is gone.
         """
-        with self._call({"do": "ray"}, timeout, "the private Ray to start") as (_, reply, _fds):
+        what = "the private Ray to start (start_timeout)"
+        with self._call({"do": "ray"}, timeout, what) as (_, reply, _fds):
             return RayAddress(reply["address"], reply["token"], reply["node_id"])
 
     def shared(self, name: str, make: Callable[[], int], timeout: float) -> int:
@@ -225,7 +227,7 @@ class Guardian:
                 yield call, *_answer(reply, fds)
         except TimeoutError as error:
             by = f" (process {maker} is making it)" if maker else ""
-            raise ClusterError(f"waited {timeout:.1f} s in vain for {what}{by}") from error
+            raise ClusterError(f"waited {timeout:.1f} s in vain for {what}{by}") from chained(error)
         except ConnectionError as error:
             if isinstance(error, ClusterError):
                 raise
@@ -393,7 +395,9 @@ def _spawn(run_id: str, deadline: float) -> None:
             timeout=max(deadline - time.monotonic(), 0.001),
         )
     except subprocess.TimeoutExpired as error:
-        raise ClusterError("the guardian process did not start in time") from error
+        raise ClusterError("the guardian process did not start within start_timeout") from chained(
+            error
+        )
     except OSError as error:
         why = too_few_processes(LEAST_PROCESSES) or error
         raise ClusterError(f"the guardian process cannot be started: {why}") from error

@@ -199,7 +199,7 @@ def _failure(root: bytes, key: bytes, code: int) -> errors.StorageError:
     else:
         kind, cause = _CAUSES[code]
         error = kind(name, cause)
-    if root:
+    if root and not key.startswith(b"/"):
         error.add_note(f"below {errors.printable(os.fsdecode(root))}")
     return error
 
