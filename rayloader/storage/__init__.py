@@ -71,8 +71,12 @@ class StorageSpec:
     scratch_bytes: int = 512 << 20
     """Bound on all part buffers for objects that are read and dropped [bytes]."""
     direct: bool | Literal["fallback"] = False
+    """O_DIRECT: no, or a refusal is ``DirectUnsupported``, or a refusal is counted."""
     drop_cache: bool = False
+    """Ask the kernel to drop each file from its page cache when it is measured. Pages that have
+    not been written to the device yet stay."""
     engine: Literal["auto", "native", "python"] = "auto"
+    """What reads files: the C extension, or Python threads."""
 
 
 @dataclasses.dataclass(frozen=True)
