@@ -327,13 +327,13 @@ def many_data_sets(directory, times, seconds):
 
 
 def _open_and_close(directory, times):
-    """The process ids of the readers."""
+    """The readers; a process id alone may come again."""
     readers = []
     for turn in range(times):
         with rayloader.RankDataset(directory, batch_size=5, rank=0, world_size=1) as dataset:
             for _ in itertools.islice(dataset, (0, 1, None)[turn % 3]):
                 pass
-            readers.append(dataset._loader._remote.welcome["pid"])
+            readers.append(psutil.Process(dataset._loader._remote.welcome["pid"]))
     return readers
 
 
@@ -346,7 +346,7 @@ def _around(readers):
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "arenas": maps.count(b"rayloader-arena"),
-        "readers": sum(map(psutil.pid_exists, readers)),
+        "readers": sum(reader.is_running() for reader in readers),
     }
 
 
