@@ -365,6 +365,7 @@ def test_two_data_sets_at_once_do_not_meet(shared, directory):
     assert len(seen[0]) == len(set(seen[0]))
 
 
+@pytest.mark.timeout(120)
 def test_many_data_sets_opened_and_closed_leave_this_process_as_it_was(shared, directory):
     campaign.many_data_sets(directory, 12, campaign.promised(2))
 
