@@ -920,18 +920,13 @@ static void execute(worker *w)
     r->blocked = r->watch && voluntary_switches() != switches;
 }
 
-static void free_group(group *g)
-{
-    free(g);
-}
-
 static void bury(worker *w)
 {
     group *g = w->run.group;
     atomic_store_explicit(&w->op_start, now_ns(), memory_order_release);
     int64_t closed = close_files(g);
     close_root(g);
-    free_group(g);
+    free(g);
     atomic_store_explicit(&w->op_start, 0, memory_order_relaxed);
     pthread_mutex_lock(&w->e->lock);
     w->e->open_files -= closed;
@@ -964,7 +959,7 @@ static void retire(engine *e, group *g)
     if (holds_files(g))
         append(&e->graveyard, g);
     else
-        free_group(g);
+        free(g);
 }
 
 static bool complete(engine *e, group *g)
@@ -1315,7 +1310,7 @@ int engine_measure(engine *e, int64_t number, const char *root, int64_t root_byt
     }
     pthread_mutex_unlock(&e->lock);
     if (error)
-        free_group(g);
+        free(g);
     return error;
 }
 
@@ -1433,11 +1428,10 @@ int64_t group_results(const group *g, int64_t *sizes, int32_t *codes)
     return failed;
 }
 
-void engine_release(engine *e, group *g)
+void engine_release(group *g)
 {
-    (void)e;
     if (g->stage == FETCHED)
-        free_group(g);
+        free(g);
     else
         g->prev = g->next = NULL;
 }
@@ -1519,7 +1513,7 @@ static void destroy(engine *e)
         next = g->next;
         close_files(g);
         close_root(g);
-        free_group(g);
+        free(g);
     }
     close(e->event_fd);
     pthread_cond_destroy(&e->gone);

@@ -77,7 +77,7 @@ int64_t group_number(const group *g);
 int64_t group_count(const group *g);
 /* sizes[i]: bytes, -1 when failed or not read; codes[i]: why. Returns how many failed. */
 int64_t group_results(const group *g, int64_t *sizes, int32_t *codes);
-void engine_release(engine *e, group *g);
+void engine_release(group *g);
 
 void engine_set_concurrency(engine *e, int concurrency, int64_t scratch_part_bytes);
 void engine_totals_now(engine *e, engine_totals *totals);

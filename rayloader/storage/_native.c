@@ -230,7 +230,7 @@ static PyObject *Engine_collect(Engine *self, PyObject *none)
         if (result)
             PyList_Append(list, result);
         Py_XDECREF(result);
-        engine_release(e, g);
+        engine_release(g);
     }
     if (!PyErr_Occurred())
         return list;

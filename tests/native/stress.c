@@ -185,7 +185,7 @@ static void collect(engine *e, int64_t sizes[LIVE][MOST])
                 must(codes[i] == ENOENT || codes[i] == ESTALE, "what is missing is missing");
         }
         s->state = s->state == MEASURING ? MEASURED : FREE;
-        engine_release(e, g);
+        engine_release(g);
     }
 }
 
