@@ -237,6 +237,10 @@ def test_every_port_is_on_loopback(here):
 def test_the_processes_stay_the_same(here):
     import ray
 
+    deadline = time.monotonic() + 10
+    while any(b"ray::" in read(f"/proc/{pid}/cmdline") for pid in _family(cluster.guardian().pid)):
+        assert time.monotonic() < deadline, "readers of earlier tests, killed, are still there"
+        time.sleep(0.05)
     before = _family(cluster.guardian().pid)
 
     @ray.remote(num_cpus=0)
