@@ -238,7 +238,7 @@ def test_the_processes_stay_the_same(here):
     import ray
 
     deadline = time.monotonic() + 10
-    while any(b"ray::" in read(f"/proc/{pid}/cmdline") for pid in _family(cluster.guardian().pid)):
+    while _workers(_family(cluster.guardian().pid)):
         assert time.monotonic() < deadline, "readers of earlier tests, killed, are still there"
         time.sleep(0.05)
     before = _family(cluster.guardian().pid)
@@ -285,6 +285,16 @@ def _family(pid):
     while more := {child for child, parent in parents.items() if parent in family} - family:
         family |= more
     return family
+
+
+def _workers(family):
+    """Those of these processes that run actors or tasks."""
+    found = set()
+    for pid in family:
+        with contextlib.suppress(OSError):
+            if read(f"/proc/{pid}/cmdline").startswith(b"ray::"):
+                found.add(pid)
+    return found
 
 
 def _directory(family):
