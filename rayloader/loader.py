@@ -342,9 +342,8 @@ class Loader:
                 if run.restarts_in_a_row > self.options.max_restarts:
                     self._leave(run)
                     raise ReaderLost(
-                        f"the reader of rank {self.shard.rank} died {run.restarts_in_a_row} times "
-                        f"without delivering a batch (max_restarts={self.options.max_restarts}): "
-                        f"{gone}"
+                        f"the reader of rank {self.shard.rank} is gone again without having "
+                        f"delivered a batch (max_restarts={self.options.max_restarts}): {gone}"
                     ) from gone
                 log.warning(
                     "reader of rank %d is gone (%s); starting another",
