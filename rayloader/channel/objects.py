@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -114,8 +115,13 @@ class RayChannel:
         calls, self._calls = self._calls, collections.deque()
         for call in calls:
             with contextlib.suppress(Exception):
-                if ray.is_initialized() and ray.wait([call], timeout=0)[0]:
-                    ray.get(call)
+                if ray.is_initialized():
+                    call.future().add_done_callback(_look_at)
+
+
+def _look_at(done: concurrent.futures.Future[Any]) -> None:
+    if not done.cancelled():
+        done.exception()
 
 
 def _lost(failure: Any) -> ChannelError:

@@ -97,7 +97,8 @@ class Group:
         fd, self.fds[i] = self.fds[i], -1
         if fd < 0:
             return 0
-        os.close(fd)
+        with contextlib.suppress(OSError):  # a network file system may fail even here
+            os.close(fd)
         return 1
 
     def close_files(self) -> int:

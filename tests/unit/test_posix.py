@@ -190,7 +190,7 @@ def few_descriptors():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def leave(n):
-        used = len(os.listdir("/proc/self/fd"))
+        used = max(int(fd) for fd in os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + n, before[1]))
 
     yield leave
@@ -260,10 +260,13 @@ class Hoard:
     """Takes every free descriptor, and gives them back."""
 
     def __init__(self):
-        free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd")) + 1
-        self.fds = [os.open("/dev/null", os.O_RDONLY) for _ in range(free)]
+        self.fds = []
         with pytest.raises(OSError, match="Too many open files"):
-            os.open("/dev/null", os.O_RDONLY)
+            self._take_all()
+
+    def _take_all(self):
+        while True:
+            self.fds.append(os.open("/dev/null", os.O_RDONLY))
 
     def give_back(self):
         while self.fds:
