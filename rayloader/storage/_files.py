@@ -24,6 +24,12 @@ FD_PATIENCE = 5.0
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
+def _close(fd: int) -> None:
+    """Close a descriptor. A network file system may fail even here; nothing read is lost by it."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
 class FileCode(enum.IntEnum):
     """Why a file failed where the system has no number for it; the same as in _engine.h."""
 
@@ -97,8 +103,7 @@ class Group:
         fd, self.fds[i] = self.fds[i], -1
         if fd < 0:
             return 0
-        with contextlib.suppress(OSError):  # a network file system may fail even here
-            os.close(fd)
+        _close(fd)
         return 1
 
     def close_files(self) -> int:
@@ -110,7 +115,7 @@ class Group:
         """Close the directory. It is open as a path only, so this asks no file system."""
         fd, self.root_fd = self.root_fd, -1
         if fd >= 0:
-            os.close(fd)
+            _close(fd)
 
     def fail(self, i: int, code: int) -> None:
         """The first failure of a file is the one that counts."""
@@ -189,7 +194,7 @@ class Files:
         if keep:
             group.fds[i] = fd
         else:
-            os.close(fd)
+            _close(fd)
 
     def read(self, group: Group, i: int, offset: int, length: int) -> None:
         """Read a range into its place."""
@@ -239,10 +244,10 @@ class Files:
             if refused:
                 self._fall_back(group, i)
         except OSError as error:
-            os.close(fd)
+            _close(fd)
             raise Failed(error.errno or errno.EIO) from error
         except Failed:
-            os.close(fd)
+            _close(fd)
             raise
         return fd, status
 
@@ -254,7 +259,7 @@ class Files:
             flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
             fd = self._open_at(group, None, group.root, flags)
             if not self._engine.keep_root(group, fd):
-                os.close(fd)
+                _close(fd)
         return group.root_fd
 
     def _open_at(self, group: Group, root: int | None, name: bytes, flags: int) -> int:
@@ -287,7 +292,7 @@ class Files:
                 # Through /proc it is surely the file looked at, never a FIFO put in its place.
                 return os.open(f"/proc/self/fd/{path}", flags & ~os.O_NONBLOCK)
             finally:
-                os.close(path)
+                _close(path)
         except OSError as error:
             raise Failed(error.errno or errno.EIO) from error
 
@@ -305,10 +310,10 @@ class Files:
         """Open a measured file again, and make sure that it is the same."""
         fd, status = self._open(group, i)
         if (status.st_dev, status.st_ino) != group.identities[i]:
-            os.close(fd)
+            _close(fd)
             raise Failed(FileCode.REPLACED)
         if status.st_size < group.sizes[i]:
-            os.close(fd)
+            _close(fd)
             raise Failed(FileCode.TRUNCATED)
         return fd
 
@@ -326,11 +331,11 @@ class Files:
                 stale += 1  # all of the range again, from one open file
                 self.tally.retries += 1
                 if own >= 0:
-                    os.close(own)
+                    _close(own)
                 fd = own = -1
         finally:
             if own >= 0:
-                os.close(own)
+                _close(own)
 
     def _read_from(
         self, fd: int, group: Group, i: int, offset: int, length: int, view: memoryview

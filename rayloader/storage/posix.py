@@ -232,7 +232,8 @@ def _within_descriptors(concurrency: int) -> tuple[int, int]:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return concurrency, 1 << 20
-    free = limit - len(os.listdir("/proc/self/fd"))
+    # The limit is on numbers: what was opened above it, before it was lowered, takes no place.
+    free = limit - sum(int(fd) < limit for fd in os.listdir("/proc/self/fd"))
     possible = max(1, min(concurrency, free - FD_RESERVE // 4))
     if possible < concurrency:
         _log.warning(

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import resource
@@ -190,8 +191,10 @@ def few_descriptors():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def leave(n):
-        used = max(int(fd) for fd in os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + n, before[1]))
+        used = {int(fd) for fd in os.listdir("/proc/self/fd")}
+        free = (number for number in range(before[0]) if number not in used)
+        last = next(itertools.islice(free, n - 1, None))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, before[1]))
 
     yield leave
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
