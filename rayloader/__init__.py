@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from rayloader.cluster import shutdown
     from rayloader.config import Options
     from rayloader.dataset import Batch, RankDataset
+    from rayloader.launch import Launch
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Batch": "rayloader.dataset",
     "Catalog": "rayloader.catalog",
+    "Launch": "rayloader.launch",
     "Options": "rayloader.config",
     "RankDataset": "rayloader.dataset",
     "shutdown": "rayloader.cluster",
@@ -30,6 +32,7 @@ _HOME = {
 __all__ = [
     "Batch",
     "Catalog",
+    "Launch",
     "Options",
     "RankDataset",
     "shutdown",

@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from rayloader.config import Options
@@ -90,6 +90,7 @@ def connect(
     *,
     run_id: str | None = None,
     start_timeout: float = Options.start_timeout,
+    node_cpus: Sequence[int] = (),
 ) -> Connection:
     """Join the Ray that ``choice`` names; again and from any thread: the same connection.
 
@@ -99,6 +100,7 @@ def connect(
             machine. Or an address, ``host:port``.
         run_id: what this run's ranks on this node have in common; ``None``: this process only.
         start_timeout: until Ray must have been started and joined [s].
+        node_cpus: CPUs of a private Ray; empty: all that the control group allows.
 
     A private Ray that has died is started and joined anew.
 
@@ -132,7 +134,7 @@ def connect(
                 raise UsageError(_already(found.address, choice))
             _state.connection = found
         elif address is None:
-            _state.connection = _private(run_id, time.monotonic() + start_timeout)
+            _state.connection = _private(run_id, time.monotonic() + start_timeout, node_cpus)
         else:
             _state.connection = _join_address(address, choice, time.monotonic() + start_timeout)
         return _state.connection
@@ -304,10 +306,10 @@ def _already(address: str, choice: str) -> str:
 # Joining
 
 
-def _private(run_id: str | None, deadline: float) -> Connection:
+def _private(run_id: str | None, deadline: float, cpus: Sequence[int]) -> Connection:
     guard = guardian(run_id, timeout=deadline - time.monotonic())
     try:
-        where = guard.ray(max(deadline - time.monotonic(), 0.1))
+        where = guard.ray(max(deadline - time.monotonic(), 0.1), cpus)
         probe(where.address)
         _import_ray(where)
         with _token(where.token), _constants(**_PRIVATE_CONSTANTS), _discreet():

@@ -56,7 +56,8 @@ class Options:
     part_bytes: int = 8 * MIB
     """A larger file is read as parallel ranges of this length [bytes]; a multiple of 4096."""
     read_ahead_batches: int | None = None
-    """Batches read before the trainer asked for them [batches]; ``None``: as memory allows."""
+    """Batches read before the trainer asked for them [batches]; ``None``: as memory allows; 0:
+    none (needs the local channel)."""
 
     # From where to where
     deliver: bool = True
@@ -102,7 +103,11 @@ class Options:
             _whole(self, name, least=0)
         _whole(self, "seed", least=None)
         if self.read_ahead_batches is not None:
-            _whole(self, "read_ahead_batches", least=1)
+            _whole(self, "read_ahead_batches", least=0)
+            needs_local = self.read_ahead_batches == 0 and self.channel == "ray"
+            _require(
+                not needs_local, "read_ahead_batches", 0, "at least 1 batch with channel='ray'"
+            )
         for name in ("start_timeout", "stall_seconds", "read_timeout"):
             _require(_number(getattr(self, name)) > 0, name, getattr(self, name), "seconds > 0")
         timeout = self.start_timeout

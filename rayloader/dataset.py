@@ -207,6 +207,8 @@ class RankDataset(IterableDataset[Batch]):
             catalog; or ``None`` when every epoch brings its own list.
         rank: this process's rank; not given: as the launcher says.
         world_size: number of ranks; given together with ``rank``.
+        launch: everything about this rank's place in its run, for callers that know better than
+            the environment (an MPI program); instead of ``rank`` and ``world_size``.
         options: the rest; see :class:`~rayloader.Options`.
         **more: single options by name; they win over ``options``.
 
@@ -220,11 +222,16 @@ class RankDataset(IterableDataset[Batch]):
         *,
         rank: int | None = None,
         world_size: int | None = None,
+        launch: Launch | None = None,
         options: Options | None = None,
         **more: Any,
     ) -> None:
         chosen = Options.of({**(options.asdict() if options is not None else {}), **more})
-        self._loader = Loader(source, chosen, _launched(rank, world_size))
+        if launch is None:
+            launch = _launched(rank, world_size)
+        elif rank is not None or world_size is not None:
+            raise OptionError("launch says rank and world_size: give either, not both")
+        self._loader = Loader(source, chosen, launch)
 
     def open(self) -> RankDataset:
         """List the source and start the reader now, not at the first batch.
@@ -262,7 +269,11 @@ class RankDataset(IterableDataset[Batch]):
         )
 
     def set_epoch(
-        self, epoch: int, files: Sequence[Any] | None = None, steps: int | None = None
+        self,
+        epoch: int,
+        files: Sequence[Any] | None = None,
+        steps: int | None = None,
+        batch_size: int | None = None,
     ) -> None:
         """Say which epoch the next iteration reads; see :meth:`rayloader.loader.Loader.set_epoch`.
 
@@ -270,8 +281,9 @@ class RankDataset(IterableDataset[Batch]):
             epoch: its number; with ``shuffle`` it decides the order.
             files: this rank's own list of paths, for callers that shard themselves.
             steps: with ``files``, how many batches.
+            batch_size: with ``files``, samples per batch where this epoch's differ (validation).
         """
-        self._loader.set_epoch(epoch, files, steps)
+        self._loader.set_epoch(epoch, files, steps, batch_size)
 
     @property
     def concurrency(self) -> int:
@@ -286,6 +298,11 @@ class RankDataset(IterableDataset[Batch]):
     def options(self) -> Options:
         """The options in force."""
         return self._loader.options
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bound on batches in memory that is in force [bytes]; known once it is open."""
+        return self._loader.memory_bytes
 
     @property
     def rank(self) -> int:

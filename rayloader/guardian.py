@@ -207,7 +207,8 @@ class _Server:
 
     # The private Ray
 
-    def _ask_ray(self, one: _Peer, _: dict[str, Any]) -> None:
+    def _ask_ray(self, one: _Peer, message: dict[str, Any]) -> None:
+        cpus = {int(cpu) for cpu in message.get("cpus", ())}
         if not self._rays or self._rays[-1].dead:
             self._rays.append(_PrivateRay())
         ray = self._rays[-1]
@@ -217,7 +218,7 @@ class _Server:
         ray.waiting.append(one)
         if ray.keeper is None:
             try:
-                report = ray.start()
+                report = ray.start(cpus)
             except OSError as error:
                 why = error.strerror or error
                 self._bury(ray, f"the private Ray cannot be started: {why}")
@@ -343,8 +344,11 @@ class _PrivateRay:
         self._lock: int | None = None
         self._lifeline: int | None = None
 
-    def start(self) -> int:
+    def start(self, cpus: Collection[int] = ()) -> int:
         """Start the keeper, which starts Ray.
+
+        Args:
+            cpus: where they run, as far as the control group allows; empty: wherever it does.
 
         Returns:
             The end of a pipe on which it reports, one JSON object a line.
@@ -352,7 +356,7 @@ class _PrivateRay:
         Raises:
             OSError: no directory for it, or no process.
         """
-        _widen()
+        _widen(cpus)
         if few := too_few_processes(LEAST_PROCESSES):
             raise OSError(errno.EAGAIN, few)
         self._directory, self._lock = private_directory()
@@ -502,10 +506,15 @@ def subreaper() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _widen() -> None:
-    """Take every CPU that the control group allows: a launcher may have bound the rank to one."""
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, range(8192))
+def _widen(cpus: Collection[int]) -> None:
+    """Take these CPUs, or every one that the control group allows.
+
+    A launcher may have bound the rank that started this to one of them.
+    """
+    for wanted in (cpus, range(8192)):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, wanted)
+            break
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))

@@ -45,7 +45,9 @@ class Launch:
         local_rank: 0 <= local_rank < local_world_size, on this node.
         local_world_size: ranks of the run on this node, > 0.
         run_id: the same for this run's ranks on a node and no others; ``None`` if nobody says.
-        launcher: ``torchrun``, ``openmpi``, ``pmi``, ``slurm`` or ``single``.
+        launcher: ``torchrun``, ``openmpi``, ``pmi``, ``slurm``, ``single``, or the name that a
+            caller gives who knows better.
+        node_cpus: all CPUs that this node's ranks may use together; empty: nobody has asked.
     """
 
     rank: int
@@ -54,6 +56,11 @@ class Launch:
     local_world_size: int
     run_id: str | None
     launcher: str
+    node_cpus: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _within("rank", self.rank, self.world_size)
+        _within("local_rank", self.local_rank, self.local_world_size)
 
 
 def detect(environ: Mapping[str, str]) -> Launch:

@@ -132,6 +132,7 @@ class Loader:
         epoch: SupportsIndex,
         files: Sequence[Any] | None = None,
         steps: int | None = None,
+        batch_size: int | None = None,
     ) -> None:
         """Say which epoch the next iteration reads; a running one goes on.
 
@@ -142,20 +143,23 @@ class Loader:
             files: this rank's own list, in order; it is not sharded or shuffled.
             steps: with ``files``, the number of batches: a longer list is cut, a shorter one is
                 an error, or padded under ``uneven="pad"``.
+            batch_size: with ``files``, samples per batch of this epoch; not given: the option's.
+                A state saved inside such an epoch resumes with that size as the option.
 
         Raises:
-            OptionError: ``steps`` without ``files``, or a list too short.
+            OptionError: ``steps`` or ``batch_size`` without ``files``, or a list too short.
             StateMismatch: the list is not the one that the loaded state was saved with.
         """
         number = -1 if isinstance(epoch, bool | float | str) else operator.index(epoch)
         if number < 0:
             raise OptionError(f"epoch={epoch!r}: must be a whole number >= 0")
-        if files is None and steps is not None:
-            raise OptionError(
-                f"steps={steps} goes with files=[...]: a catalog decides its own steps"
-            )
+        for name, given in (("steps", steps), ("batch_size", batch_size)):
+            if files is None and given is not None:
+                raise OptionError(
+                    f"{name}={given} goes with files=[...]: a catalog decides its own steps"
+                )
         listed = None if files is None else Catalog.of_files(files)
-        self._move(self._share.moved(self._next, number, listed, steps))
+        self._move(self._share.moved(self._next, number, listed, steps, batch_size))
 
     @property
     def steps(self) -> int:
@@ -169,6 +173,12 @@ class Loader:
         self.options = self.options.replace(concurrency=concurrency)
         if self._remote is not None:
             self._remote.set_concurrency(self.options)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bound on batches in memory that is in force, once a reader has been started."""
+        remote = self._remote
+        return remote.memory_bytes if remote is not None else self.options.memory_bytes
 
     @property
     def receipt(self) -> Receipt:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -99,17 +99,20 @@ class Guardian:
             time.sleep(_RETRY_SECONDS)
         raise ClusterError(f"no guardian process answered within start_timeout={timeout:g} s")
 
-    def ray(self, timeout: float) -> RayAddress:
+    def ray(self, timeout: float, cpus: Sequence[int] = ()) -> RayAddress:
         """The node's private Ray, started at the first request.
 
         Args:
             timeout: until it must be up [s].
+            cpus: where its processes run, of the first request; empty: all that the control
+                group allows.
 
         Raises:
             ClusterError: it could not be started, has died, or the guardian is gone.
         """
         what = "the private Ray to start (start_timeout)"
-        with self._call({"do": "ray"}, timeout, what) as (_, reply, _fds):
+        request = {"do": "ray", "cpus": list(cpus)}
+        with self._call(request, timeout, what) as (_, reply, _fds):
             return RayAddress(reply["address"], reply["token"], reply["node_id"])
 
     def shared(self, name: str, make: Callable[[], int], timeout: float) -> int:

@@ -26,6 +26,8 @@ class Position:
     files: Catalog | None = None
     """The caller's own list, or ``None``: the catalog, sharded by the plan."""
     fixed_steps: int | None = None
+    batch_size: int | None = None
+    """Of the caller's own list, where it is not the option's [samples]."""
     start: int = 0
     """Global position where this cut of the epoch begins [samples]."""
     step: int = 0
@@ -47,7 +49,7 @@ class Position:
 
     def anew(self) -> Position:
         """The same epoch from its start."""
-        return Position(self.epoch, self.files, self.fixed_steps)
+        return Position(self.epoch, self.files, self.fixed_steps, self.batch_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Share:
         if at.files is not None:
             return ListPlan(
                 len(at.files),
-                options.batch_size,
+                self._batch_size(at),
                 at.fixed_steps,
                 options.uneven,
                 options.drop_last,
@@ -88,7 +90,12 @@ class Share:
         )
 
     def moved(
-        self, loaded: Position, epoch: int, files: Catalog | None, steps: int | None
+        self,
+        loaded: Position,
+        epoch: int,
+        files: Catalog | None,
+        steps: int | None,
+        batch_size: int | None = None,
     ) -> Position:
         """The position after ``set_epoch``: the loaded one's epoch keeps its place.
 
@@ -97,17 +104,17 @@ class Share:
                 none, or none where it had one.
         """
         if epoch != loaded.epoch or not loaded.inside:
-            at = Position(epoch, files, steps)
+            at = Position(epoch, files, steps, batch_size)
         else:
             _require_same_list(loaded, files)
-            at = dataclasses.replace(loaded, files=files, fixed_steps=steps)
+            at = dataclasses.replace(loaded, files=files, fixed_steps=steps, batch_size=batch_size)
         self.require_inside(at)
         return at
 
     def state(self, at: Position) -> dict[str, Any]:
         """``at`` as plain values."""
         if at.awaits_list:
-            digest, position = str(at.list_digest), at.step * self.options.batch_size
+            digest, position = str(at.list_digest), at.step * self._batch_size(at)
         elif at.files is None and self.catalog is None:
             digest, position = "", 0  # between two epochs that bring their own lists
         else:
@@ -126,6 +133,7 @@ class Share:
             "position": position,
             "delivered": sorted(at.delivered),
             **self._cut(),
+            "batch_size": self._batch_size(at),
         }
 
     def position(self, state: dict[str, Any]) -> Position:
@@ -187,6 +195,9 @@ class Share:
             raise StateMismatch(
                 f"the state is at step {last}, and epoch {at.epoch} has only {steps} here"
             )
+
+    def _batch_size(self, at: Position) -> int:
+        return self.options.batch_size if at.batch_size is None else at.batch_size
 
     def _cut(self) -> dict[str, Any]:
         """What decides which step holds which samples."""

@@ -271,6 +271,8 @@ class Reader:
         opened = sum(len(batch.entries) for batch in self._unplaced)
         ahead = len(self._unsent) + self._sent_count - self._taken
         limit = self._options.read_ahead_batches
+        if limit == 0:  # one that was asked for: the trainer says that it took a batch when it
+            limit = 1  # wants the next
         while opened < 2 * self._concurrency and (limit is None or ahead < limit):
             planned = next(self._planned, None)
             if planned is None:

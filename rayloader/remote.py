@@ -177,7 +177,10 @@ class RemoteReader:
     def _join(self) -> None:
         options = self._options
         self._connection = cluster.connect(
-            options.ray, run_id=self._launch.run_id, start_timeout=options.start_timeout
+            options.ray,
+            run_id=self._launch.run_id,
+            start_timeout=options.start_timeout,
+            node_cpus=self._launch.node_cpus,
         )
 
     def _attach(self) -> None:
@@ -216,6 +219,7 @@ class RemoteReader:
                     self._owned.catalog_fd,
                     timeout=options.start_timeout,
                     tell_taken=options.read_ahead_batches is not None,
+                    on_demand=options.read_ahead_batches == 0,
                 )
             except OSError as unreachable:
                 if options.channel == "local":
@@ -237,8 +241,8 @@ class RemoteReader:
             return []
         mine = sorted(os.sched_getaffinity(0))
         if self._options.cpus == "node":
-            return list(range(os.cpu_count() or 1))
-        if len(mine) < 2 and not self._warned_of_mask:
+            return list(self._launch.node_cpus or range(os.cpu_count() or 1))
+        if len(mine) < 2 and self._launch.local_rank == 0 and not self._warned_of_mask:
             self._warned_of_mask = True
             log.warning(
                 "rank %d may use only CPU %s, and so may its reader: set cpus='node', or start "

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 
-MARK = "RAYLOADER_CENSUS"
+MARK = "TEST_CENSUS"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 

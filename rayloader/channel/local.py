@@ -178,6 +178,7 @@ class LocalChannel:
         *,
         timeout: float,
         tell_taken: bool,
+        on_demand: bool = False,
     ) -> None:
         """Connect to a reader and hand it the arena and the catalog.
 
@@ -187,6 +188,7 @@ class LocalChannel:
             catalog_fd: a descriptor of the saved catalog, or ``None``.
             timeout: the reader must answer within this [s].
             tell_taken: tell the reader of each batch taken, as a bounded read-ahead needs.
+            on_demand: tell it only when the next one is asked for: nothing is read ahead.
 
         Raises:
             OSError: the socket cannot be reached from here.
@@ -195,6 +197,8 @@ class LocalChannel:
         self._memory = memory
         self._generation = self._taken = 0
         self._tell_taken = tell_taken
+        self._on_demand = on_demand
+        self._untold = False
         self._blocked: tuple[float, int, int] | None = None
         self._skipped: list[Skipped] = []
         self._buffer = bytearray(PACKET_BYTES)
@@ -226,11 +230,15 @@ class LocalChannel:
         self._memory.sweep()
         self._say(Kind.BEGIN, generation, self._taken)
         self._generation, self._taken, self._blocked = generation, 0, None
+        self._untold = False
         self._skipped = []
 
     def receive(self, on_wait: Callable[[], None]) -> Delivery | Ended | Warned:
         """Wait for the next thing of this request."""
         self._memory.flush()
+        if self._untold:
+            self._untold = False
+            self._say(Kind.TAKEN, self._taken)
         while True:
             kind, fields, payload = self._next_packet(on_wait)
             if fields[0] != self._generation:
@@ -368,7 +376,9 @@ class LocalChannel:
                 table[:, 0] -= span[0]
             self._taken += 1
             data = memory.lease(generation, table_at, length, samples, span)
-        if self._tell_taken:
+        if self._on_demand:
+            self._untold = True
+        elif self._tell_taken:
             self._say(Kind.TAKEN, self._taken)
         return Delivery(step, data, table, nbytes, names, skipped, private)
 

@@ -14,13 +14,13 @@ SAMPLED_FILES = 64
 """Files that stand for all of them [files]."""
 
 
-def cached_share(catalog: Catalog) -> float | None:
+def cached_share(catalog: Catalog, sampled: int = SAMPLED_FILES) -> float | None:
     """Share of the bytes of some files, spread over the catalog, that the page cache holds [0..1].
 
     ``None`` where the kernel does not say: files that are neither ours nor writable, or none that
     can be opened.
     """
-    count = min(SAMPLED_FILES, len(catalog))
+    count = min(sampled, len(catalog))
     entries = np.linspace(0, len(catalog) - 1, count).astype(np.int64)
     pages = cached = 0
     for key in catalog.keys_at(entries):

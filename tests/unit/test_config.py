@@ -19,7 +19,7 @@ def test_an_unknown_option_is_an_error_that_suggests_the_nearest():
         {"batch_size": 0}, {"batch_size": 2.5}, {"batch_size": True}, {"concurrency": 0},
         {"concurrency": 100_000}, {"memory_bytes": 1}, {"part_bytes": 1000}, {"uneven": "keep"},
         {"on_error": None}, {"shuffle": 1}, {"direct": "maybe"}, {"read_timeout": 0},
-        {"read_ahead_batches": 0}, {"skip_budget_share": 2}, {"seed": "x"}, {"max_restarts": -1},
+        {"read_ahead_batches": -1}, {"skip_budget_share": 2}, {"seed": "x"}, {"max_restarts": -1},
         {"ray": None},
     ],
     ids=str,

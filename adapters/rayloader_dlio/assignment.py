@@ -1,0 +1,196 @@
+"""Which files DLIO has given to this rank for an epoch, in which order, and in how many steps.
+
+Pure functions of DLIO's arguments. DLIO has already sharded: nothing is shuffled or divided here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rayloader import OptionError
+from rayloader_dlio.settings import located
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Training or validation: where DLIO keeps what belongs to it.
+
+    Attributes:
+        name: as DLIO's directories are called.
+        batch_size: samples per step [samples].
+        files: DLIO's own list: this rank's share, or that of all ranks (see :func:`is_sharded`).
+        by_thread: sampler ``iterative``: reader thread → (sample, path, index in the file).
+        by_sample: sampler ``index``: sample → (path, index in the file).
+        all_files: DLIO's number of files, of this rank or of all [files].
+        agreed_steps: the ranks' own agreement where DLIO makes one [batches].
+    """
+
+    name: str
+    batch_size: int
+    files: Sequence[str]
+    by_thread: Mapping[int, Sequence[tuple[int, str, int]]]
+    by_sample: Mapping[int, tuple[str, int]]
+    all_files: int
+    agreed_steps: int
+
+    @classmethod
+    def of(cls, args: Any, train: bool) -> Part:
+        """What ``args`` say now; DLIO changes them with every epoch."""
+        if train:
+            return cls(
+                "train",
+                int(args.batch_size),
+                args.file_list_train,
+                args.train_file_map,
+                args.train_global_index_map,
+                int(args.num_files_train),
+                int(args.training_steps),
+            )
+        return cls(
+            "valid",
+            int(args.batch_size_eval),
+            args.file_list_eval,
+            args.val_file_map,
+            args.val_global_index_map,
+            int(args.num_files_eval),
+            int(args.eval_steps),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """One rank's share of one epoch.
+
+    Attributes:
+        steps: batches that DLIO takes, and that are read [batches].
+        batch_files: files that one batch of the reader holds [files]; ``batch_size`` where a file
+            is one sample.
+        files: to be read, in order; a file of several samples stands once.
+        rest: assigned and not read: they do not fill a batch.
+        batches_before: int64 [steps]; when step k is handed out, so many of the reader's batches
+            must have arrived; ``None``: one for each step.
+    """
+
+    steps: int
+    batch_files: int
+    files: list[str]
+    rest: list[str]
+    batches_before: npt.NDArray[np.int64] | None = None
+
+    @property
+    def reader_steps(self) -> int:
+        """Batches of the reader [batches]."""
+        return math.ceil(len(self.files) / self.batch_files)
+
+
+def named(path: str, args: Any, storage: str) -> str:
+    """A file of DLIO's lists as its maps have it: absolute."""
+    return located(os.path.abspath(path) if storage == "file" else path, args, storage)
+
+
+def is_sharded(args: Any) -> bool:
+    """Whether DLIO's lists hold this rank's files only."""
+    return bool(getattr(args, "files_pre_sharded", False))
+
+
+def _knows_sharding(args: Any) -> bool:
+    """The fork, which rounds a rank's samples down where the others round them up."""
+    return hasattr(args, "files_pre_sharded")
+
+
+def assigned(args: Any, part: Part, ranks: int) -> list[str]:
+    """The paths of the samples that DLIO gave to this rank, in its order."""
+    if _sampler(args) == "iterative":
+        return _in_order(part.by_thread, _run_length(args, part, ranks))
+    samples = part.by_sample
+    return [samples[sample][0] for sample in sorted(samples)]
+
+
+def _in_order(by_thread: Mapping[int, Sequence[tuple[int, str, int]]], run: int) -> list[str]:
+    """Undo what DLIO does to a rank's samples: it deals them to its threads in runs, in turn."""
+    lists = [by_thread[thread] for thread in sorted(by_thread)]
+    turns = math.ceil(max(map(len, lists), default=0) / run)
+    return [
+        sample[1]
+        for turn in range(turns)
+        for each in lists
+        for sample in each[turn * run : (turn + 1) * run]
+    ]
+
+
+def _run_length(args: Any, part: Part, ranks: int) -> int:
+    """Samples that DLIO deals to one thread in one go [samples].
+
+    A rank's samples divided by its threads, where older versions reckon with those of a rank that
+    has the most.
+    """
+    if _knows_sharding(args):
+        samples = sum(map(len, part.by_thread.values()))
+    else:
+        samples = math.ceil(int(args.num_samples_per_file) * part.all_files / ranks)
+    return max(1, samples // max(1, len(part.by_thread)))
+
+
+def steps_here(args: Any, part: Part, samples: int, ranks: int) -> int:
+    """Batches that DLIO's own loader would give this rank, and its loop would take [batches].
+
+    Full batches of this rank's samples, and no more than the loop takes: it breaks at
+    ``max_steps``, which the fork agrees between the ranks and the others reckon from all files.
+    """
+    steps = min(samples // part.batch_size, _loop_steps(args, part, ranks))
+    total = int(getattr(args, "total_training_steps", -1))
+    return min(steps, total) if part.name == "train" and total > 0 else steps
+
+
+def _loop_steps(args: Any, part: Part, ranks: int) -> int:
+    if is_sharded(args):
+        return part.agreed_steps
+    samples = int(args.num_samples_per_file) * part.all_files
+    steps = math.floor(samples / part.batch_size / ranks)
+    # DLIO 2.0 looks after the step, so it takes at least one.
+    return steps if hasattr(args, "train_sample_index_sum") else max(steps, 1)
+
+
+def share(args: Any, part: Part, steps: int, ranks: int, storage: str) -> Share:
+    """This rank's share, of which the first ``steps`` batches are read.
+
+    Raises:
+        OptionError: DLIO has assigned fewer samples.
+    """
+    paths = [located(path, args, storage) for path in assigned(args, part, ranks)]
+    wanted = steps * part.batch_size
+    if len(paths) < wanted:
+        raise OptionError(
+            f"DLIO gave this rank {len(paths)} samples for {part.name}, and all ranks agreed on "
+            f"{steps} steps of {part.batch_size}"
+        )
+    per_file = int(args.num_samples_per_file)
+    if per_file == 1:
+        return Share(steps, part.batch_size, paths[:wanted], paths[wanted:])
+    read = list(dict.fromkeys(paths[:wanted]))
+    known = set(read)
+    rest = [path for path in dict.fromkeys(paths[wanted:]) if path not in known]
+    batch_files = max(1, part.batch_size // per_file)
+    return Share(steps, batch_files, read, rest, _batches_before(paths[:wanted], part, batch_files))
+
+
+def _batches_before(paths: list[str], part: Part, batch_files: int) -> npt.NDArray[np.int64]:
+    """How many of the reader's batches hold what the first k + 1 steps need, int64 [steps]."""
+    seen: set[str] = set()
+    needed = []
+    for first in range(0, len(paths), part.batch_size):
+        seen.update(itertools.islice(paths, first, first + part.batch_size))
+        needed.append(-(-len(seen) // batch_files))
+    return np.array(needed, np.int64)
+
+
+def _sampler(args: Any) -> str:
+    return str(getattr(args.data_loader_sampler, "value", args.data_loader_sampler))

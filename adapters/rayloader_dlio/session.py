@@ -1,0 +1,361 @@
+"""What one rank keeps for as long as DLIO runs: its one reader, and the account of its epochs.
+
+DLIO makes a loader for training and one for validation, asks each for its batches once an epoch,
+and says ``finalize`` after every epoch. The reader outlives all of that: it belongs to the process.
+
+::
+
+    first loader made ──► Session: options checked, ranks agree, Ray and reader started
+    loader.next()     ──► Epoch.batches(): the first next() hands the epoch's list to the reader
+    loader.finalize() ──► Epoch.account(): one record
+    interpreter's end ──► reader closed; a rank that ends too early ends all
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import rayloader
+from rayloader import Catalog, OptionError, RankDataset
+from rayloader_dlio import assignment, kernel, records
+from rayloader_dlio.assignment import Part, Share
+from rayloader_dlio.ranks import Ranks
+from rayloader_dlio.settings import Settings, settings
+
+FLATTERING_SHARE = 0.05
+"""Of an epoch's steps: more read-ahead than this, and DLIO's AU says little of the storage."""
+
+Report = Callable[[list[int]], None]
+"""Told the sizes of a batch's files, as DLIO's readers tell its tracer [bytes]."""
+
+_current: Session | None = None
+
+
+def session(args: Any, comm: Any) -> Session:
+    """This process's session; made at the first call of a DLIO run, by all ranks together.
+
+    Args:
+        args: DLIO's ConfigArguments, one object per run.
+        comm: the communicator of all ranks (mpi4py).
+
+    Raises:
+        OptionError: what DLIO or the user asks for is not served; the same on every rank.
+        RayloaderError: Ray or a reader could not be started, on this or another rank.
+    """
+    global _current
+    if _current is not None and _current.args is not args:
+        _current.close()
+        _current = None
+    if _current is None:
+        _current = Session(args, Ranks(comm), os.environ)
+    return _current
+
+
+class Session:
+    """One rank's reader and what is known of its run."""
+
+    def __init__(self, args: Any, ranks: Ranks, environ: Mapping[str, str]) -> None:
+        """Check, agree and start; see :func:`session`."""
+        self.args = args
+        self.ranks = ranks
+        with ranks.together():
+            self.settings: Settings = settings(args, environ)
+        self._serial = 0
+        """Every reading is an epoch of its own for the reader."""
+        self.trained = 0
+        """Training epochs that have ended."""
+        self.steps = self._agree_on_steps()
+        with ranks.together(), _apart_from(args.data_folder) as self.apart:
+            self.dataset = RankDataset(options=self.settings.options, launch=ranks.launch).open()
+            atexit.register(self._at_exit)
+            self._require_room()
+        self._hasher = ThreadPoolExecutor(1, "rayloader-hashes")
+        self.run = records.Run.of(self, environ)
+        self.writer = self._open_records()
+        self.mount = kernel.mount_of(args.data_folder) if self._reads_files else None
+        self.slices = {train: self._hash_slice(train) for train in (True, False)}
+        self.left_at: float | None = None
+        """When DLIO had its last batch of the reading before, and asked for no more [s]."""
+        self.spent = 0.0
+        """Of the time since then, what passed in here [s]."""
+        if ranks.rank == 0:
+            self._introduce()
+
+    def begin(self, train: bool) -> tuple[int, Share]:
+        """Give the reader the list of the next epoch.
+
+        Returns:
+            The reader's number of this epoch, and the share.
+        """
+        part = Part.of(self.args, train)
+        here = assignment.share(
+            self.args, part, self.steps[train], self.ranks.size, self.settings.storage
+        )
+        number = self._serial
+        self._serial += 1
+        return number, here
+
+    def hashed(self, files: Catalog) -> Future[records.Hashed]:
+        """The fingerprint of a list, made in a thread of its own."""
+        return self._hasher.submit(records.hashed, files)
+
+    def close(self) -> None:
+        """End the reader, and leave Ray. Idempotent."""
+        atexit.unregister(self._at_exit)
+        self._hasher.shutdown(wait=False, cancel_futures=True)
+        self.writer.close()
+        self.dataset.close()
+        rayloader.shutdown()
+
+    @property
+    def _reads_files(self) -> bool:
+        return self.settings.storage == "file"
+
+    def _agree_on_steps(self) -> dict[bool, int]:
+        """Steps of an epoch of each part, the same on all ranks [batches]."""
+        mine = [0, 0]
+        with self.ranks.together():
+            for place, train in enumerate((True, False)):
+                part = Part.of(self.args, train)
+                if train or self.args.do_eval:
+                    samples = len(assignment.assigned(self.args, part, self.ranks.size))
+                    mine[place] = assignment.steps_here(self.args, part, samples, self.ranks.size)
+        train_steps, valid_steps = self.ranks.least(*mine)
+        return {True: train_steps, False: valid_steps}
+
+    def _require_room(self) -> None:
+        """The largest possible batch must fit, now and not at some step.
+
+        Raises:
+            OptionError: it does not.
+        """
+        options, needed = self.settings.options, self.settings.largest_batch_bytes
+        given = self.dataset.memory_bytes
+        if options.deliver and needed > given:
+            raise OptionError(
+                f"a batch can take {needed:,} bytes, and a rank here has {given:,} for batches: "
+                "set memory_bytes higher where there is memory, have fewer ranks per node, or set "
+                "deliver=false (RAYLOADER_DELIVER=false), which reads the same bytes in parts and "
+                "drops them in the reader"
+            )
+
+    def _open_records(self) -> records.Writer:
+        """The file for this rank's records, in rank 0's output folder."""
+        folder = self.ranks.from_first(os.path.abspath(str(self.args.output_folder)))
+        with self.ranks.together():
+            if self.ranks.rank == 0:
+                records.remove_old(folder)
+        with self.ranks.together():
+            writer = records.Writer(folder, self.ranks.rank)
+        return writer
+
+    def _hash_slice(self, train: bool) -> Future[records.Hashed]:
+        """Of all files that DLIO has, this rank's slice: over all ranks, the whole."""
+        part = Part.of(self.args, train)
+        files = list(part.files)
+        if not assignment.is_sharded(self.args):
+            files = files[self.ranks.rank :: self.ranks.size]
+        storage = self.settings.storage
+
+        def hashed() -> records.Hashed:
+            # As the maps have them: absolute.
+            named = [assignment.named(path, self.args, storage) for path in files]
+            return records.hashed(Catalog.of_files(named)) if named else records.Hashed()
+
+        return self._hasher.submit(hashed)
+
+    def _introduce(self) -> None:
+        """Say that the adapter is in use: DLIO is silent where it does not find the class."""
+        options, launch = self.settings.options, self.ranks.launch
+        ahead = "as memory allows" if options.read_ahead_batches is None else (
+            f"{options.read_ahead_batches} batches"
+        )  # fmt: skip
+        told = [f"{name}={getattr(options, name)} ({whence})"
+                for name, whence in sorted(self.settings.told.items())]  # fmt: skip
+        _say(
+            f"rayloader {rayloader.__version__} reads for DLIO: {self.ranks.size} ranks, a reader "
+            f"each; {self.steps[True]} steps of {options.batch_size} samples per epoch and rank; "
+            f"{options.concurrency} reads in flight per rank, "
+            f"{options.concurrency * launch.local_world_size} on this node; "
+            f"read-ahead {ahead} (DLIO's own: {self.settings.dlio_read_ahead}); "
+            f"memory {self.dataset.memory_bytes:,} bytes per rank; deliver={options.deliver}, "
+            f"direct={options.direct}, cpus={options.cpus}, ray={options.ray}; "
+            f"set by you: {', '.join(told) or 'nothing'}; receipts: {self.writer.pattern}"
+        )
+        if self.settings.deeper:
+            _say(
+                f"rayloader reads ahead deeper than DLIO's own loader would: {ahead}, and not "
+                f"{self.settings.dlio_read_ahead} batches"
+            )
+        most = self.read_ahead_most()
+        if most > FLATTERING_SHARE * self.steps[True]:
+            _say(
+                f"rayloader: up to {most} of {self.steps[True]} steps may be read ahead, more than "
+                f"{FLATTERING_SHARE:.0%}: DLIO's AU is flattered by it; take more steps per epoch"
+            )
+
+    def read_ahead_most(self) -> int:
+        """The most batches that can lie ahead, by their bound and by memory [batches]."""
+        options = self.settings.options
+        bound = options.read_ahead_batches
+        if not options.deliver:
+            return self.steps[True] if bound is None else bound
+        batch = max(1, int(self.args.record_length) * options.batch_size)
+        room = max(1, self.dataset.memory_bytes // batch)
+        return room if bound is None else min(bound, room)
+
+    def _at_exit(self) -> None:
+        """The interpreter ends: give everything back, or, too early, take the others along."""
+        if self.trained < int(self.args.epochs):
+            self.ranks.abort_at_exit()
+        self.close()
+
+
+class Epoch:
+    """One reading of training or validation data, from DLIO's first ``next()`` to ``finalize``."""
+
+    def __init__(self, session: Session, train: bool, item: Any, report: Report) -> None:
+        """Prepare; nothing is listed, looked up or read before the first ``next()``.
+
+        Args:
+            session: whose reader reads.
+            train: training, or validation.
+            item: what DLIO gets for a batch.
+            report: told the sizes of every batch's files.
+        """
+        self.session = session
+        self.train = train
+        self._item = item
+        self._report = report
+        self.number = session.trained + 1 if train else max(session.trained, 1)
+        self.steps_yielded = 0
+        self.waits: list[float] = []
+        """Time that DLIO waited for each step [s]."""
+        self.gap_dlio = self.gap_ours = 0.0
+        self.excluded_bytes = 0
+        self.measure: records.Measure | None = None
+        self.share: Share | None = None
+        self.hashes: Future[records.Hashed] | None = None
+        self.all_hashes: Future[records.Hashed] | None = None
+        self.resident: float | None = None
+        self.receipt: dict[str, Any] = {}
+        self._ended = False
+
+    def batches(self) -> Iterator[Any]:
+        """DLIO's items, one for each step, each when its files have been read."""
+        called = time.perf_counter()
+        try:
+            yield from self._read(called)
+        except Exception as error:
+            self.session.ranks.abort(error)
+            raise
+        finally:
+            self._leave()
+
+    def account(self) -> None:
+        """Write the record of this reading. Idempotent; nothing for one that never began."""
+        began = time.perf_counter()
+        self._leave()
+        if self.measure is not None and not self._ended:
+            self._ended = True
+            self.session.writer.write(records.record(self))
+            if self.train:
+                self.session.trained += 1
+        self.session.spent += time.perf_counter() - began
+
+    def _read(self, called: float) -> Iterator[Any]:
+        session = self.session
+        self.measure = records.Measure(called)
+        number, here = session.begin(self.train)
+        self.share = here
+        files = Catalog.of_files(here.files)
+        if session.settings.storage == "file":
+            self.resident = kernel.resident_share(files)
+        self.measure.device_before = kernel.device_read_bytes(session.mount)
+        session.dataset.set_epoch(number, files.keys, here.reader_steps, here.batch_files)
+        incoming = iter(session.dataset)
+        excluded_first = int(getattr(session.args, "metric_exclude_start_steps", 0))
+        arrived = 0
+        for step in range(here.steps):
+            asked = time.perf_counter() if step else called
+            if step == excluded_first:
+                self._count_excluded()
+            needed = step + 1 if here.batches_before is None else int(here.batches_before[step])
+            while arrived < needed:
+                batch = next(incoming)
+                self._report(batch.sizes.tolist())
+                arrived += 1
+                del batch  # its memory is free for the next one
+            if step == here.steps - 1:
+                next(incoming, None)  # the reader's account is complete
+            now = time.perf_counter()
+            self.waits.append(now - asked)
+            if step == 0:
+                self._begun(called, now, files)
+            self.steps_yielded = step + 1
+            yield self._item
+
+    def _begun(self, called: float, now: float, files: Catalog) -> None:
+        """The first batch is there: the gap before it ends, and there is time for hashes."""
+        session = self.session
+        if session.left_at is not None:
+            self.gap_ours = session.spent + now - called
+            self.gap_dlio = max(0.0, now - session.left_at - self.gap_ours)
+        assert self.share is not None
+        self.hashes = session.hashed(files)
+        if self.share.rest:
+            self.all_hashes = session.hashed(Catalog.of_files(self.share.rest))
+
+    def _count_excluded(self) -> None:
+        """What has been read before the first step that DLIO's AU counts [bytes]."""
+        receipt = self.session.dataset.receipt
+        self.excluded_bytes = max(receipt.bytes_transferred, receipt.bytes)
+
+    def _leave(self) -> None:
+        """DLIO asks for no more."""
+        measure = self.measure
+        if measure is not None and measure.ended is None:
+            measure.end()
+            self.session.left_at = measure.ended
+            self.session.spent = 0.0
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _apart_from(folder: Any) -> Iterator[bool]:
+    """Have a private Ray keep its files where the data are not, if there is such a place.
+
+    Yields:
+        Whether there is. (Not /dev/shm: a login session that ends may empty it.)
+    """
+    before = os.environ.get("TMPDIR")
+    places = dict.fromkeys([before or "/tmp", "/tmp", "/var/tmp"])
+    data = _device(str(folder))
+    apart = next((place for place in places if _device(place) not in (data, None)), None)
+    if apart is not None:
+        os.environ["TMPDIR"] = apart
+    try:
+        yield apart is not None
+    finally:
+        if before is None:
+            os.environ.pop("TMPDIR", None)
+        else:
+            os.environ["TMPDIR"] = before
+
+
+def _device(path: str) -> int | None:
+    try:
+        return os.stat(path).st_dev
+    except OSError:
+        return None
