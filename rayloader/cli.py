@@ -21,6 +21,7 @@ from rayloader.errors import (
     CatalogError,
     OptionError,
     RayloaderError,
+    ReceiptError,
     StateMismatch,
     UsageError,
     printable,
@@ -35,7 +36,7 @@ FAILED, MISUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 """Exit statuses: something failed; the options or the source are wrong; Ctrl-C; SIGTERM."""
 DEBUG = "RAYLOADER_DEBUG"
 """Set to 1, errors come with their tracebacks."""
-_USERS_OWN = (OptionError, CatalogError, StateMismatch, UsageError)
+_USERS_OWN = (OptionError, CatalogError, StateMismatch, ReceiptError, UsageError)
 _NOTES = 10
 """Lines of notes shown with an error [lines]."""
 WIDTH = 100
@@ -338,6 +339,37 @@ def _require_writable(path: str) -> None:
         raise click.BadParameter(f"{printable(path)} cannot be written", param_hint="'--json'")
 
 
+@cli.group("receipt")
+def receipt_group() -> None:
+    """Look at the receipts of runs of DLIO."""
+
+
+@receipt_group.command("check")
+@click.argument("directory", metavar="DIR")
+def check_command(directory: str) -> None:
+    """Recompute what the receipts in DIR claim.
+
+    DIR is the output folder of a DLIO run that read through rayloader_dlio. Each claim is shown
+    with where it does not hold; then follows what such records cannot show. The exit status is 1
+    when a claim does not hold.
+    """
+    from rayloader.experiment.audit import audit
+
+    found = audit(directory)
+    click.echo(f"{found.records} receipts: {found.ranks} ranks, {found.epochs} epochs of training")
+    for finding in found.findings:
+        click.echo(f"{'holds ' if finding.holds else 'FAILS '} {finding.claim}")
+        for problem in finding.problems[:_NOTES]:
+            click.echo(f"         {printable(problem)}")
+        if len(finding.problems) > _NOTES:
+            click.echo(f"         and {len(finding.problems) - _NOTES} more")
+    click.echo("cannot be known from receipts:")
+    for unknown in found.unknown:
+        click.echo(f"         {printable(unknown)}")
+    if not found.holds:
+        raise click.exceptions.Exit(FAILED)
+
+
 def _one_or_many(source: tuple[str, ...]) -> str | list[str]:
     """One name may be anything; several, as a shell makes of a glob, are files.
 
@@ -375,10 +407,8 @@ def main() -> None:
 def _run() -> int:
     """Run the command line; the exit status."""
     try:
-        cli.main(prog_name="rayloader", standalone_mode=False)
+        status = cli.main(prog_name="rayloader", standalone_mode=False)
         sys.stdout.flush()
-    except click.exceptions.Exit as done:
-        return done.exit_code
     except (KeyboardInterrupt, click.Abort):
         return _complain("interrupted", INTERRUPTED)
     except click.ClickException as error:
@@ -391,7 +421,7 @@ def _run() -> int:
         return FAILED
     except Exception as error:
         return _failed(error)
-    return 0
+    return status if isinstance(status, int) else 0  # of an Exit, which click turns into it
 
 
 def _terminated(*_: object) -> NoReturn:

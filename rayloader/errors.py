@@ -9,6 +9,7 @@
     │   ├── EmptyCatalog                      nothing to read
     │   └── CatalogMismatch                   two ranks see different catalogs
     ├── StateMismatch (ValueError)            a saved position belongs to another run
+    ├── ReceiptError (ValueError)             receipts that were written are missing or malformed
     ├── StorageError (OSError)                one stored object could not be read
     │   ├── ObjectNotFound (FileNotFoundError)
     │   ├── AccessDenied (PermissionError)
@@ -61,6 +62,10 @@ class CatalogMismatch(CatalogError):
 
 class StateMismatch(RayloaderError, ValueError):
     """A saved position belongs to another catalog, list or seed."""
+
+
+class ReceiptError(RayloaderError, ValueError):
+    """Receipts that a run has written are missing, or are no such records."""
 
 
 class StorageError(RayloaderError, OSError):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayloader import OptionError
-from rayloader_dlio.settings import located
+from rayloader_dlio.settings import is_2_0, located
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Part:
         by_sample: sampler ``index``: sample → (path, index in the file).
         all_files: DLIO's number of files, of this rank or of all [files].
         agreed_steps: the ranks' own agreement where DLIO makes one [batches].
+        time: this is read for the so-many-th time, from 1.
     """
 
     name: str
@@ -40,9 +41,10 @@ class Part:
     by_sample: Mapping[int, tuple[str, int]]
     all_files: int
     agreed_steps: int
+    time: int = 1
 
     @classmethod
-    def of(cls, args: Any, train: bool) -> Part:
+    def of(cls, args: Any, train: bool, time: int = 1) -> Part:
         """What ``args`` say now; DLIO changes them with every epoch."""
         if train:
             return cls(
@@ -53,6 +55,7 @@ class Part:
                 args.train_global_index_map,
                 int(args.num_files_train),
                 int(args.training_steps),
+                time,
             )
         return cls(
             "valid",
@@ -62,6 +65,7 @@ class Part:
             args.val_global_index_map,
             int(args.num_files_eval),
             int(args.eval_steps),
+            time,
         )
 
 
@@ -106,12 +110,21 @@ def _knows_sharding(args: Any) -> bool:
     return hasattr(args, "files_pre_sharded")
 
 
-def assigned(args: Any, part: Part, ranks: int) -> list[str]:
-    """The paths of the samples that DLIO gave to this rank, in its order."""
-    if _sampler(args) == "iterative":
-        return _in_order(part.by_thread, _run_length(args, part, ranks))
-    samples = part.by_sample
-    return [samples[sample][0] for sample in sorted(samples)]
+def assigned(args: Any, part: Part, ranks: int, storage: str) -> list[str]:
+    """The files of the samples that DLIO gave to this rank, in its order, as rayloader names them.
+
+    Args:
+        args: DLIO's ConfigArguments.
+        part: training or validation.
+        ranks: of the run.
+        storage: ``file`` or a URI scheme.
+    """
+    if sampler(args) == "iterative":
+        paths = _in_order(part.by_thread, _run_length(args, part, ranks))
+    else:
+        samples = _sampled(args, sorted(part.by_sample), part.time)
+        paths = [part.by_sample[sample][0] for sample in samples]
+    return [located(path, args, storage) for path in paths]
 
 
 def _in_order(by_thread: Mapping[int, Sequence[tuple[int, str, int]]], run: int) -> list[str]:
@@ -124,6 +137,27 @@ def _in_order(by_thread: Mapping[int, Sequence[tuple[int, str, int]]], run: int)
         for each in lists
         for sample in each[turn * run : (turn + 1) * run]
     ]
+
+
+def _sampled(args: Any, samples: list[int], time: int) -> list[int]:
+    """A rank's samples as DLIO's torch sampler hands them out.
+
+    That of DLIO 2.0 shuffles its list in place whenever it is iterated over: with ``seed`` by the
+    same permutation every time. That of DLIO 3 leaves them in their order.
+    """
+    shuffle = str(getattr(args.sample_shuffle, "value", args.sample_shuffle))
+    if shuffle == "off" or not is_2_0(args):
+        return samples
+    if shuffle == "random":
+        shuffled = list(samples)
+        np.random.shuffle(shuffled)
+        return shuffled
+    permutation = np.arange(len(samples))
+    np.random.RandomState(int(args.seed)).shuffle(permutation)
+    places = np.arange(len(samples))
+    for _ in range(time):
+        places = places[permutation]
+    return [samples[place] for place in places.tolist()]
 
 
 def _run_length(args: Any, part: Part, ranks: int) -> int:
@@ -156,7 +190,7 @@ def _loop_steps(args: Any, part: Part, ranks: int) -> int:
     samples = int(args.num_samples_per_file) * part.all_files
     steps = math.floor(samples / part.batch_size / ranks)
     # DLIO 2.0 looks after the step, so it takes at least one.
-    return steps if hasattr(args, "train_sample_index_sum") else max(steps, 1)
+    return max(steps, 1) if is_2_0(args) else steps
 
 
 def share(args: Any, part: Part, steps: int, ranks: int, storage: str) -> Share:
@@ -165,7 +199,7 @@ def share(args: Any, part: Part, steps: int, ranks: int, storage: str) -> Share:
     Raises:
         OptionError: DLIO has assigned fewer samples.
     """
-    paths = [located(path, args, storage) for path in assigned(args, part, ranks)]
+    paths = assigned(args, part, ranks, storage)
     wanted = steps * part.batch_size
     if len(paths) < wanted:
         raise OptionError(
@@ -192,5 +226,6 @@ def _batches_before(paths: list[str], part: Part, batch_files: int) -> npt.NDArr
     return np.array(needed, np.int64)
 
 
-def _sampler(args: Any) -> str:
+def sampler(args: Any) -> str:
+    """How DLIO keeps a rank's samples: ``iterative`` or ``index``."""
     return str(getattr(args.data_loader_sampler, "value", args.data_loader_sampler))

@@ -75,23 +75,39 @@ def resident_share(files: Catalog) -> float | None:
     return cached_share(files, SAMPLED_FILES)
 
 
-def ray_cpu_seconds(reader_pid: int) -> float | None:
-    """CPU time of the private Ray around a reader, without the readers [s]; ``None``: gone.
+class RayProcesses:
+    """The processes of a private Ray other than readers: its keeper, the GCS and the raylet."""
 
-    The reader's parent is the raylet, whose parent keeps it and the GCS.
-    """
-    try:
-        raylet = _stat(reader_pid).parent
-        keeper = _stat(raylet).parent
-    except OSError:
-        return None
-    total = 0.0
+    def __init__(self) -> None:
+        """Found when they are first asked for."""
+        self._reader = 0
+        self._pids: list[int] = []
+
+    def cpu_seconds(self, reader_pid: int) -> float | None:
+        """Their CPU time so far [s]; ``None``: they are gone.
+
+        A reader's parent is the raylet, whose parent keeps it and the GCS.
+
+        Args:
+            reader_pid: process of a reader in that Ray.
+        """
+        try:
+            if reader_pid != self._reader:
+                keeper = _stat(_stat(reader_pid).parent).parent
+                self._pids = [keeper, *_children(keeper)]
+                self._reader = reader_pid
+            return sum(_stat(pid).cpu_seconds for pid in self._pids)
+        except OSError:
+            return None
+
+
+def _children(parent: int) -> list[int]:
+    found = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-        with contextlib.suppress(OSError, ValueError):
-            stat = _stat(pid)
-            if pid == keeper or stat.parent == keeper:
-                total += stat.cpu_seconds
-    return total
+        with contextlib.suppress(OSError):
+            if _stat(pid).parent == parent:
+                found.append(pid)
+    return found
 
 
 class _Stat(NamedTuple):

@@ -1,4 +1,4 @@
-"""DLIO's interface to a data loader, on rayloader. The only module that imports DLIO."""
+"""DLIO's interface to a data loader, on rayloader. The only module that imports DLIO and MPI."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dlio_benchmark.common.constants import MODULE_DATA_LOADER, MODULE_DATA_READ
 from dlio_benchmark.common.enumerations import DataLoaderType, DatasetType
 from dlio_benchmark.data_loader.base_data_loader import BaseDataLoader
 from dlio_benchmark.utils import utility
+from mpi4py import MPI
 from torch.utils.data import IterableDataset
 
 from rayloader_dlio.session import Epoch, Session, session
@@ -62,9 +63,8 @@ class RayDataLoader(BaseDataLoader):  # type: ignore[misc]
             OptionError: what is asked for is not served; the same error on every rank.
         """
         super().__init__(format_type, dataset_type, epoch_number, DataLoaderType.PYTORCH)
-        comm = utility.DLIOMPI.get_instance().comm()
         train = dataset_type is DatasetType.TRAIN
-        self._batches = EpochBatches(session(self._args, comm), train, self.batch_size)
+        self._batches = EpochBatches(session(self._args, MPI), train, self.batch_size)
 
     def read(self) -> None:
         """Nothing: each epoch's files are known when it begins."""

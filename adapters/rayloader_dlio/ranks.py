@@ -17,9 +17,14 @@ from rayloader import Launch, RayloaderError, UsageError
 class Ranks:
     """All ranks of the run. Every method but :meth:`abort` is called by all of them together."""
 
-    def __init__(self, comm: Any) -> None:
-        """Speak over a copy of ``comm`` (mpi4py), so that DLIO's own messages are not disturbed."""
-        self._world = comm
+    def __init__(self, mpi: Any) -> None:
+        """Speak over a copy of the world, so that DLIO's own messages are not disturbed.
+
+        Args:
+            mpi: the module ``mpi4py.MPI``, initialised.
+        """
+        self._mpi = mpi
+        self._world = comm = mpi.COMM_WORLD
         self._comm = comm.Dup()
         self.rank: int = comm.rank
         self.size: int = comm.size
@@ -72,9 +77,7 @@ class Ranks:
 
     def abort_at_exit(self) -> None:
         """End all ranks if this one exits while the others still expect it at a barrier."""
-        from mpi4py import MPI
-
-        if self.size == 1 or not MPI.Is_initialized() or MPI.Is_finalized():
+        if self.size == 1 or self._mpi.Is_finalized():
             return
         sys.stderr.write(
             f"rayloader: rank {self.rank} exits before the run's end, for the error above; it "
@@ -85,9 +88,7 @@ class Ranks:
 
     def _find_place(self) -> Launch:
         """This rank's place: its node's ranks are those that share memory with it, as MPI says."""
-        from mpi4py import MPI
-
-        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         name = self.from_first(secrets.token_hex(16))
         masks = node.allgather(sorted(os.sched_getaffinity(0)))
         place = Launch(

@@ -76,11 +76,19 @@ class Measure:
         self.cpu_began = time.process_time()
         self.cpu = 0.0
         self.device_before: int | None = None
+        self.device_after: int | None = None
 
     def end(self) -> None:
         """DLIO has asked for no more."""
         self.ended = time.perf_counter()
         self.cpu = time.process_time() - self.cpu_began
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Bytes that the device has read meanwhile [bytes]; ``None``: the kernel does not say."""
+        if self.device_before is None or self.device_after is None:
+            return None
+        return self.device_after - self.device_before
 
     @property
     def seconds(self) -> float:
@@ -162,11 +170,11 @@ steps``: read before the first step that AU counts; ``resident_bytes_before`` by
     session, share, measure = epoch.session, epoch.share, epoch.measure
     assert share is not None
     assert measure is not None
-    receipt = session.dataset.receipt.asdict()
+    receipt = epoch.receipt
     read = epoch.hashes.result() if epoch.hashes is not None else Hashed()
     rest = epoch.all_hashes.result() if epoch.all_hashes is not None else Hashed()
-    slice_ = session.slices[epoch.train].result()
-    device = _device_bytes(session.mount, measure.device_before)
+    slice_ = session.slices[epoch.train]
+    device = measure.device_bytes
     options, launch = session.settings.options, session.ranks.launch
     per_file = int(session.args.num_samples_per_file)
     nominal = share.steps and len(share.files) * per_file * int(session.args.record_length)
@@ -210,7 +218,7 @@ steps``: read before the first step that AU counts; ``resident_bytes_before`` by
         "device_bytes": device,
         "device_bytes_why": None if device is not None else kernel.why_no_device(session.mount),
         "cpu_trainer": measure.cpu,
-        "cpu_ray": kernel.ray_cpu_seconds(receipt["reader_pid"]),
+        "cpu_ray": session.ray.cpu_seconds(receipt["reader_pid"]),
         "affinity_trainer": sorted(os.sched_getaffinity(0)),
         "pid": os.getpid(),
         "wall_s": measure.seconds,
@@ -277,8 +285,3 @@ def _without_user(value: str) -> str:
         return value
     parts = urlsplit(value)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-
-
-def _device_bytes(mount: kernel.Mount | None, before: int | None) -> int | None:
-    after = kernel.device_read_bytes(mount)
-    return None if before is None or after is None else after - before

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -38,12 +39,12 @@ Report = Callable[[list[int]], None]
 _current: Session | None = None
 
 
-def session(args: Any, comm: Any) -> Session:
+def session(args: Any, mpi: Any) -> Session:
     """This process's session; made at the first call of a DLIO run, by all ranks together.
 
     Args:
         args: DLIO's ConfigArguments, one object per run.
-        comm: the communicator of all ranks (mpi4py).
+        mpi: the module ``mpi4py.MPI``, initialised.
 
     Raises:
         OptionError: what DLIO or the user asks for is not served; the same on every rank.
@@ -54,7 +55,7 @@ def session(args: Any, comm: Any) -> Session:
         _current.close()
         _current = None
     if _current is None:
-        _current = Session(args, Ranks(comm), os.environ)
+        _current = Session(args, Ranks(mpi), os.environ)
     return _current
 
 
@@ -69,6 +70,7 @@ class Session:
             self.settings: Settings = settings(args, environ)
         self._serial = 0
         """Every reading is an epoch of its own for the reader."""
+        self._readings = {True: itertools.count(1), False: itertools.count(1)}
         self.trained = 0
         """Training epochs that have ended."""
         self.steps = self._agree_on_steps()
@@ -76,11 +78,15 @@ class Session:
             self.dataset = RankDataset(options=self.settings.options, launch=ranks.launch).open()
             atexit.register(self._at_exit)
             self._require_room()
-        self._hasher = ThreadPoolExecutor(1, "rayloader-hashes")
+        self._clerk = ThreadPoolExecutor(1, "rayloader-records")
+        """Hashes names and writes records while DLIO goes on."""
+        self._written: Future[None] | None = None
         self.run = records.Run.of(self, environ)
         self.writer = self._open_records()
+        self.ray = kernel.RayProcesses()
         self.mount = kernel.mount_of(args.data_folder) if self._reads_files else None
         self.slices = {train: self._hash_slice(train) for train in (True, False)}
+        self.shared_out = self._is_shared_out()
         self.left_at: float | None = None
         """When DLIO had its last batch of the reading before, and asked for no more [s]."""
         self.spent = 0.0
@@ -94,7 +100,7 @@ class Session:
         Returns:
             The reader's number of this epoch, and the share.
         """
-        part = Part.of(self.args, train)
+        part = Part.of(self.args, train, next(self._readings[train]))
         here = assignment.share(
             self.args, part, self.steps[train], self.ranks.size, self.settings.storage
         )
@@ -104,15 +110,28 @@ class Session:
 
     def hashed(self, files: Catalog) -> Future[records.Hashed]:
         """The fingerprint of a list, made in a thread of its own."""
-        return self._hasher.submit(records.hashed, files)
+        return self._clerk.submit(records.hashed, files)
+
+    def write(self, make: Callable[[], Mapping[str, Any]]) -> None:
+        """Have a record made and written.
+
+        Raises:
+            OSError: the one before could not be written.
+        """
+        before, self._written = self._written, None
+        if before is not None:
+            before.result()
+        self._written = self._clerk.submit(lambda: self.writer.write(make()))
 
     def close(self) -> None:
-        """End the reader, and leave Ray. Idempotent."""
+        """Write what is to be written, end the reader, and leave Ray. Idempotent."""
         atexit.unregister(self._at_exit)
-        self._hasher.shutdown(wait=False, cancel_futures=True)
+        self._clerk.shutdown()
         self.writer.close()
         self.dataset.close()
         rayloader.shutdown()
+        if self._written is not None:
+            self._written.result()
 
     @property
     def _reads_files(self) -> bool:
@@ -125,10 +144,13 @@ class Session:
             for place, train in enumerate((True, False)):
                 part = Part.of(self.args, train)
                 if train or self.args.do_eval:
-                    samples = len(assignment.assigned(self.args, part, self.ranks.size))
+                    samples = len(self._assigned(part))
                     mine[place] = assignment.steps_here(self.args, part, samples, self.ranks.size)
         train_steps, valid_steps = self.ranks.least(*mine)
         return {True: train_steps, False: valid_steps}
+
+    def _assigned(self, part: Part) -> list[str]:
+        return assignment.assigned(self.args, part, self.ranks.size, self.settings.storage)
 
     def _require_room(self) -> None:
         """The largest possible batch must fit, now and not at some step.
@@ -156,20 +178,23 @@ class Session:
             writer = records.Writer(folder, self.ranks.rank)
         return writer
 
-    def _hash_slice(self, train: bool) -> Future[records.Hashed]:
+    def _is_shared_out(self) -> bool:
+        """Whether DLIO gives every training file to one rank, and only to one."""
+        paths = self._assigned(Part.of(self.args, True))
+        named = list(dict.fromkeys(paths))
+        mine = records.hashed(Catalog.of_files(named)) if named else records.Hashed()
+        shares = self.ranks.total(mine.content) % (1 << 64)
+        return shares == self.ranks.total(self.slices[True].content) % (1 << 64)
+
+    def _hash_slice(self, train: bool) -> records.Hashed:
         """Of all files that DLIO has, this rank's slice: over all ranks, the whole."""
         part = Part.of(self.args, train)
         files = list(part.files)
         if not assignment.is_sharded(self.args):
             files = files[self.ranks.rank :: self.ranks.size]
         storage = self.settings.storage
-
-        def hashed() -> records.Hashed:
-            # As the maps have them: absolute.
-            named = [assignment.named(path, self.args, storage) for path in files]
-            return records.hashed(Catalog.of_files(named)) if named else records.Hashed()
-
-        return self._hasher.submit(hashed)
+        named = [assignment.named(path, self.args, storage) for path in files]
+        return records.hashed(Catalog.of_files(named)) if named else records.Hashed()
 
     def _introduce(self) -> None:
         """Say that the adapter is in use: DLIO is silent where it does not find the class."""
@@ -193,6 +218,16 @@ class Session:
             _say(
                 f"rayloader reads ahead deeper than DLIO's own loader would: {ahead}, and not "
                 f"{self.settings.dlio_read_ahead} batches"
+            )
+        if not self.shared_out:
+            _say(
+                "rayloader: DLIO gives some training files to several ranks and others to none, "
+                "and so they are read"
+                + (
+                    "; data_loader_sampler: index shares them out"
+                    if assignment.sampler(self.args) == "iterative"
+                    else ""
+                )
             )
         most = self.read_ahead_most()
         if most > FLATTERING_SHARE * self.steps[True]:
@@ -265,7 +300,9 @@ class Epoch:
         self._leave()
         if self.measure is not None and not self._ended:
             self._ended = True
-            self.session.writer.write(records.record(self))
+            self.measure.device_after = kernel.device_read_bytes(self.session.mount)
+            self.receipt = self.session.dataset.receipt.asdict()
+            self.session.write(lambda: records.record(self))
             if self.train:
                 self.session.trained += 1
         self.session.spent += time.perf_counter() - began

@@ -149,11 +149,6 @@ def require_loader(args: Any) -> None:
     sampler = _word(args.data_loader_sampler)
     if sampler not in ("iterative", "index"):
         raise OptionError(f"reader.data_loader_sampler: {sampler}: must be iterative or index")
-    if sampler == "index" and _is_2_0(args) and _word(args.sample_shuffle) != "off":
-        raise OptionError(
-            "reader.data_loader_sampler: index with sample_shuffle is not served with DLIO 2.0: "
-            "there its own torch sampler shuffles; use data_loader_sampler: iterative"
-        )
     if getattr(args, "reader_classname", None) or getattr(args, "reader_class", None):
         raise OptionError("reader.reader_classname is not served: rayloader reads the files")
     if _preprocesses(args):
@@ -187,9 +182,7 @@ def largest_batch_bytes(args: Any) -> int:
     DLIO draws the side of a square record from a normal distribution, so sizes have mean
     m² + s² and variance 4 m² s² + 2 s⁴; of a batch's sum this is its mean and six deviations.
     """
-    length = max(int(args.record_length), 1)
-    side = math.sqrt(length)
-    spread = float(args.record_length_stdev or 0) / 2 / side
+    side, spread = _side_of_record(args)
     mean = side**2 + spread**2
     deviation = math.sqrt(4 * side**2 * spread**2 + 2 * spread**4)
     samples = int(args.num_samples_per_file)
@@ -204,6 +197,15 @@ def largest_batch_bytes(args: Any) -> int:
         total = records * mean + DEVIATIONS * math.sqrt(records) * deviation
         largest = max(largest, growth * total + files * FILE_OVERHEAD_BYTES)
     return int(largest)
+
+
+def _side_of_record(args: Any) -> tuple[float, float]:
+    """Mean and deviation of the side of a square record, as DLIO draws it [sqrt(bytes)]."""
+    length = max(int(args.record_length), 1)
+    side, drawn = math.sqrt(length), getattr(args, "dimension", 0)
+    if isinstance(drawn, int) and drawn > side:
+        side = drawn  # DLIO 3 has overwritten record_length where there are no record_dims
+    return side, float(args.record_length_stdev or 0) / 2 / side
 
 
 def located(path: str, args: Any, storage: str) -> str:
@@ -348,7 +350,7 @@ def _word(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-def _is_2_0(args: Any) -> bool:
+def is_2_0(args: Any) -> bool:
     """DLIO 2.0, which knows no sums of sample indices."""
     return not hasattr(args, "train_sample_index_sum")
 

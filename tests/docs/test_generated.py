@@ -72,10 +72,17 @@ def console(*names):
     return f"```console\n$ {line}\n{help_of(*names)}\n```"
 
 
+def subcommands(group, above=()):
+    """The names of every command below a group, those of a group within it included."""
+    for name, command in group.commands.items():
+        yield (*above, name)
+        yield from subcommands(command, (*above, name)) if hasattr(command, "commands") else ()
+
+
 def all_help():
     return "\n\n".join(
         f"## {' '.join(['rayloader', *names])}\n\n{console(*names)}"
-        for names in [(), *((name,) for name in cli.cli.commands)]
+        for names in [(), *subcommands(cli.cli)]
     )
 
 
