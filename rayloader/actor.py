@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
+    from rayloader.arena import Int64s
     from rayloader.catalog import Catalog
     from rayloader.channel.serve import Fetched, Link, QueueLink, ReaderLoop
     from rayloader.config import Options
     from rayloader.reader import Reader, Request
+    from rayloader.storage.access import Access
 
 CALLS_AT_ONCE = 16
 """Method calls served side by side; the trainer has at most six under way."""
@@ -64,12 +66,18 @@ class ReaderActor:
         self._start(self._serve_locally, listener)
         return str(listener.getsockname()[1:], "ascii")
 
-    def serve(self, catalog: pa.Array | None, root: bytes, memory_bytes: int) -> dict[str, Any]:
+    def serve(
+        self, catalog: pa.Array | None, root: bytes, sizes: Int64s | None, memory_bytes: int
+    ) -> dict[str, Any]:
         """Open the Ray channel instead, with an arena of the reader's own.
+
+        What there is to know of object storage, this process's own environment says: credentials
+        do not travel through Ray.
 
         Args:
             catalog: the names, a large_binary array, or ``None`` when every request brings a list.
-            root: the directory that they are relative to.
+            root: the directory or object root that they are relative to.
+            sizes: int64 [n], as far as they are known [bytes].
             memory_bytes: length of the arena [bytes].
         """
         from rayloader import arena
@@ -79,26 +87,29 @@ class ReaderActor:
         fd = arena.create_memory(memory_bytes)
         memory = memoryview(arena.map_memory(fd))
         os.close(fd)
-        known = None if catalog is None else Catalog.of_files(catalog, root)
+        known = None if catalog is None else Catalog.of_files(catalog, root, sizes)
         self._queue = serve.QueueLink(memory)
-        welcome = self._build(memory, known, self._queue)
+        welcome = self._build(memory, known, None, self._queue)
         assert self._loop is not None
         self._start(self._loop.run)
         return welcome
 
-    def begin_epoch(self, request: Request, files: pa.Array | None, root: bytes) -> None:
+    def begin_epoch(
+        self, request: Request, files: pa.Array | None, root: bytes, sizes: Int64s | None
+    ) -> None:
         """Read this instead of what was under way.
 
         Args:
             request: the whole position.
             files: the names of an explicit list, a large_binary array, or ``None``: the catalog.
-            root: the directory that relative names in ``files`` are relative to.
+            root: the directory or object root that relative names in ``files`` are relative to.
+            sizes: int64 [n] of ``files``, as far as they are known [bytes].
         """
         from rayloader.catalog import Catalog
 
         self._ready.wait()
         assert self._loop is not None
-        listed = None if files is None else Catalog.of_files(files, root)
+        listed = None if files is None else Catalog.of_files(files, root, sizes)
         self._loop.begin(request, listed)
 
     def abandon(self, generation: int) -> None:
@@ -133,7 +144,7 @@ class ReaderActor:
             listener.close()
         link = serve.SocketLink(trainer.connection, trainer.pid)
         try:
-            link.welcome(self._build(trainer.memory, trainer.catalog, link))
+            link.welcome(self._build(trainer.memory, trainer.catalog, trainer.access, link))
         except RayloaderError as error:
             link.refuse(error)
             raise
@@ -144,21 +155,29 @@ class ReaderActor:
             link.last_words(traceback.format_exc())
             raise
 
-    def _build(self, memory: memoryview, catalog: Catalog | None, link: Link) -> dict[str, Any]:
+    def _build(
+        self, memory: memoryview, catalog: Catalog | None, access: Access | None, link: Link
+    ) -> dict[str, Any]:
         """Make storage, reader and loop; say what they are."""
         from rayloader.channel.serve import ReaderLoop
         from rayloader.reader import Reader
         from rayloader.storage import StorageSpec, open_storage
+        from rayloader.storage.access import Access
 
         options = self._options
         storage = open_storage(
             StorageSpec(
+                scheme=_scheme(catalog),
                 concurrency=options.concurrency,
                 part_bytes=options.part_bytes,
                 scratch_bytes=options.memory_bytes,
                 direct=options.direct,
                 drop_cache=options.drop_cache,
                 engine=options.engine,
+                ranges_bytes=options.ranges_bytes,
+                request_timeout=options.request_timeout,
+                retry_seconds=options.retry_seconds,
+                access=access if access is not None else Access.found(os.environ, options),
             )
         )
         storage.attach(memory)
@@ -185,6 +204,13 @@ class ReaderActor:
                 _end(0)
 
         threading.Thread(target=body, name="rayloader-reader", daemon=True).start()
+
+
+def _scheme(catalog: Catalog | None) -> str:
+    """What serves the catalog; readers that are told later what to read are ready for anything."""
+    from rayloader.storage.uri import is_object
+
+    return "any" if catalog is None or is_object(catalog.root) else "file"
 
 
 _GRACE_SECONDS = 1.0

@@ -5,7 +5,8 @@ is loaded; shared between the processes of a node, it is a memfd with the same c
 both cases no process holds a copy of its own.
 
 Keys are bytes (``large_binary``) inside and ``str`` by :func:`os.fsdecode` outside. They are
-relative to ``root``; an absolute key stays what it is, as ``openat`` has it.
+relative to ``root``; an absolute key stays what it is, as ``openat`` has it. Of objects, the root is
+``s3://bucket/prefix``, or ``s3://`` when the keys are whole URIs.
 
 One million keys of 45 bytes, on a 2-core machine: ``load`` and ``from_fd`` take 1 ms, look at
 8 MB of shared pages and make none private; ``blob_at`` takes 10 µs for 24 keys and 20 µs for 256,
@@ -25,6 +26,7 @@ import stat as stats
 import sys
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, TypeAlias, Union
@@ -35,7 +37,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayloader.errors import CatalogError, EmptyCatalog, OptionError, printable
+from rayloader.storage.access import Access
 from rayloader.storage.listing import PosixLister, has_magic, split_glob
+from rayloader.storage.uri import (
+    FILE_SCHEMES,
+    OBJECT_SCHEMES,
+    Location,
+    is_object,
+    local_path,
+    location,
+    require_served,
+    root_of,
+    scheme_of,
+)
 
 Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 Files: TypeAlias = Sequence[Path] | pa.Array | pa.ChunkedArray
@@ -56,14 +70,17 @@ _STAT_ENTRIES = 256
 _TICK_SECONDS, _TICK_ENTRIES = 0.1, 64
 _SLACK = 4096
 """Bytes beyond their own that keys may carry along [bytes]."""
-_ACCEPTED = "a directory, a glob, a list of paths, a Catalog or a saved catalog (.arrow, .parquet)"
+_ACCEPTED = (
+    "a directory, s3://bucket/prefix, a glob, a list of paths or URIs, a Catalog or a saved catalog "
+    "(.arrow, .parquet)"
+)
 
 
 class Catalog:
     """The entries that exist. Immutable.
 
     Args:
-        root: the directory that relative keys are relative to.
+        root: the directory that relative keys are relative to, or an object root.
         keys: a pyarrow array of strings or binary without nulls; compacted if it is a slice.
         sizes: int64 [n], -1 where unknown [bytes].
         checksums: a pyarrow array [n], kept as it is.
@@ -104,48 +121,74 @@ class Catalog:
 
     @classmethod
     def from_source(
-        cls, source: Source, *, stat: bool = False, progress: Progress | None = None
+        cls,
+        source: Source,
+        *,
+        stat: bool = False,
+        progress: Progress | None = None,
+        access: Access | None = None,
     ) -> Catalog:
         """The catalog of whatever a user names.
 
         Args:
-            source: a directory (all files below it), a glob (``**`` for any depth; it names files,
-                not directories), a list of paths (as :meth:`of_files`), a saved catalog, or a
-                Catalog, which is returned as it is. Directories and globs are sorted bytewise.
-            stat: learn the sizes that are not known, 64 files at a time.
+            source: a directory or ``s3://bucket/prefix`` (all files or objects below it), a glob
+                (``**`` for any depth; it names files, not directories), a list of paths or URIs
+                (as :meth:`of_files`), a saved catalog, or a Catalog, which is returned as it is.
+                What is listed is sorted bytewise.
+            stat: learn the sizes of files that are not known, 64 at a time. A bucket's listing
+                has them anyway.
             progress: called with the number of entries so far, at most ten times a second and
                 once at the end of listing and of stat.
+            access: where a bucket is and who asks; ``None``: as the environment says.
 
         Raises:
             CatalogError: there is no such path, or it is none of the above.
             EmptyCatalog: it exists and holds nothing.
+            StorageError: a bucket cannot be listed; the class says why.
         """
         if isinstance(source, cls):
             catalog = source
         elif isinstance(source, str | bytes | os.PathLike):
-            catalog = cls._of_path(os.fsencode(source), progress)
+            catalog = cls._of_path(os.fsencode(source), progress, access)
         elif isinstance(source, Sequence | np.ndarray | pa.Array | pa.ChunkedArray):
             catalog = cls.of_files(source)
         else:
             raise OptionError(f"a source of type {type(source).__name__}: must be {_ACCEPTED}")
         if not len(catalog):
             raise EmptyCatalog(f"nothing to read in {_described(source)}")
-        return catalog.with_sizes(progress) if stat and catalog.sizes is None else catalog
+        if stat and catalog.sizes is None and not is_object(catalog.root):
+            return catalog.with_sizes(progress)
+        return catalog
 
     @classmethod
-    def of_files(cls, files: Files, root: Path | None = None) -> Catalog:
+    def of_files(
+        cls,
+        files: Files,
+        root: Path | None = None,
+        sizes: npt.NDArray[np.int64] | None = None,
+    ) -> Catalog:
         """The catalog of an explicit list, in its order, names as given, duplicates kept.
 
         Args:
-            files: a sequence of str, bytes or path-like, or a pyarrow array of strings or binary.
-            root: the directory of relative names; ``None``: the current directory.
+            files: a sequence of str, bytes or path-like, or a pyarrow array of strings or binary:
+                paths, or URIs of one scheme. ``file://`` and ``direct://`` become paths.
+            root: the directory or object root of relative names; ``None``: the current directory,
+                or with URIs none.
+            sizes: int64 [n], -1 where unknown [bytes]. With them an object costs one request, and
+                without them two.
 
         Raises:
-            CatalogError: a name that is empty or holds a NUL.
+            CatalogError: a name that is empty or holds a NUL, URIs beside paths, or of a scheme
+                that nothing serves.
         """
         if isinstance(files, str | bytes | os.PathLike):
             raise OptionError(f"files={files!r}: must be a list of paths, not one path")
-        return cls(_absolute(os.fsencode(root if root is not None else ".")), _key_array(files))
+        keys = _key_array(files)
+        if root is None:
+            keys, found = _located(keys)
+        else:
+            found = os.fsencode(root)
+        return cls(_absolute(found), keys, sizes)
 
     @classmethod
     def load(cls, path: Path, root: Path | None = None) -> Catalog:
@@ -310,17 +353,18 @@ class Catalog:
             writer.write_batch(pa.record_batch(columns, schema=schema))
 
     @classmethod
-    def _of_path(cls, path: bytes, progress: Progress | None) -> Catalog:
+    def _of_path(cls, path: bytes, progress: Progress | None, access: Access | None) -> Catalog:
+        scheme = scheme_of(path)
+        if scheme in OBJECT_SCHEMES:
+            return cls._of_objects(path, access, Ticker(progress))
+        if scheme in FILE_SCHEMES:
+            path = local_path(path)
         try:
             mode = os.stat(path).st_mode
         except (FileNotFoundError, NotADirectoryError) as error:
             if has_magic(path):
                 return cls._listed(*split_glob(path), Ticker(progress))
-            scheme, separator, _ = path.partition(b"://")
-            if separator:
-                raise CatalogError(
-                    f"{_shown(path)}: no storage serves {_shown(scheme)}://"
-                ) from None
+            require_served(path)
             raise CatalogError(f"{_shown(path)}: no such file or directory") from error
         except (OSError, ValueError) as error:
             raise CatalogError(f"{_shown(path)}: {_reason(error)}") from error
@@ -336,7 +380,32 @@ class Catalog:
     @classmethod
     def _listed(cls, root: bytes, pattern: bytes | None, ticker: Ticker) -> Catalog:
         lister = PosixLister(pattern)
-        catalog = cls(_absolute(root), _sorted_keys(lister.list(root), ticker))
+        catalog = cls(_absolute(root), *_sorted_entries(lister.list(root), ticker))
+        catalog.metadata_ops = lister.metadata_ops
+        return catalog
+
+    @classmethod
+    def _of_objects(cls, uri: bytes, access: Access | None, ticker: Ticker) -> Catalog:
+        """What lies below a prefix; if that is nothing and the URI a glob, what matches it."""
+        place = location(uri)
+        access = access if access is not None else Access.found(os.environ)
+        catalog = cls._below(place, None, access, ticker)
+        if not len(catalog) and has_magic(place.prefix):
+            directory, pattern = split_glob(place.prefix[:-1])
+            directory = b"" if directory == b"." else directory
+            globbed = cls._below(place._replace(prefix=directory), pattern, access, ticker)
+            globbed.metadata_ops += catalog.metadata_ops
+            return globbed
+        return catalog
+
+    @classmethod
+    def _below(
+        cls, place: Location, pattern: bytes | None, access: Access, ticker: Ticker
+    ) -> Catalog:
+        from rayloader.storage.object_listing import lister_of
+
+        root, lister = root_of(place), lister_of(place, access, pattern)
+        catalog = cls(root, *_sorted_entries(lister.list(root), ticker))
         catalog.metadata_ops = lister.metadata_ops
         return catalog
 
@@ -457,11 +526,37 @@ def _check_names(keys: pa.LargeBinaryArray) -> None:
         raise CatalogError(f"{_shown(keys[entry].as_py())}: a file name cannot hold a NUL")
 
 
-def _sorted_keys(listing: Iterator[tuple[bytes, int]], ticker: Ticker) -> pa.LargeBinaryArray:
-    """The keys of a listing in bytewise order."""
-    chunks, names, count = [pa.array([], pa.large_binary())], list[bytes](), 0
-    for count, (name, _) in enumerate(listing, 1):
+def _located(keys: pa.LargeBinaryArray) -> tuple[pa.LargeBinaryArray, bytes]:
+    """Names given without a root, and the root they have: of URIs the scheme alone.
+
+    Raises:
+        CatalogError: URIs beside paths, or of a scheme that nothing serves.
+    """
+    first: bytes = keys[0].as_py() if len(keys) else b""
+    scheme = scheme_of(first)
+    if scheme in FILE_SCHEMES:
+        return pa.array([local_path(key) for key in keys.to_pylist()], pa.large_binary()), b"."
+    if scheme not in OBJECT_SCHEMES:
+        require_served(first)
+        return keys, b"."
+    root = scheme + b"://"
+    fits = pc.starts_with(keys, pattern=root)
+    if not pc.all(fits).as_py():
+        other: bytes = keys.filter(pc.invert(fits))[0].as_py()
+        raise CatalogError(
+            f"{_shown(other)}: the list begins with {_shown(first)}, and all must be {_shown(root)}"
+        )
+    return keys, root
+
+
+def _sorted_entries(
+    listing: Iterator[tuple[bytes, int]], ticker: Ticker
+) -> tuple[pa.LargeBinaryArray, npt.NDArray[np.int64] | None]:
+    """The keys of a listing in bytewise order, and their sizes if it has any [bytes]."""
+    chunks, names, sizes, count = [pa.array([], pa.large_binary())], list[bytes](), array("q"), 0
+    for count, (name, size) in enumerate(listing, 1):
         names.append(name)
+        sizes.append(size)
         if len(names) == _CHUNK:
             chunks.append(pa.array(names, pa.large_binary()))
             names.clear()
@@ -470,7 +565,11 @@ def _sorted_keys(listing: Iterator[tuple[bytes, int]], ticker: Ticker) -> pa.Lar
     chunks.append(pa.array(names, pa.large_binary()))
     ticker.end(count)
     keys = pa.concat_arrays(chunks)
-    return keys.take(pc.sort_indices(keys))
+    order = pc.sort_indices(keys)
+    known = np.frombuffer(sizes, np.int64) if len(sizes) else np.empty(0, np.int64)
+    if known.max(initial=-1) < 0:
+        return keys.take(order), None
+    return keys.take(order), known[np.frombuffer(order.buffers()[1], np.uint64)[: len(known)]]
 
 
 def _look_up_sizes(catalog: Catalog, ticker: Ticker) -> npt.NDArray[np.int64]:
@@ -581,6 +680,8 @@ def _seal(fd: int) -> None:
 
 def _absolute(path: bytes) -> bytes:
     """Absolute, for processes that run elsewhere. ``..`` stays: it may follow a link."""
+    if is_object(path):
+        return path
     if b".." in path.split(b"/"):
         return os.path.join(os.getcwdb(), path)
     return os.path.abspath(path)

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 from rayloader.errors import OptionError
 
@@ -21,6 +22,11 @@ ROOM_SECONDS = 10.0
 """How long a trainer that holds the whole arena may go on holding it while it waits [s]."""
 POPULATED_BYTES = 128 * MIB
 """The arena's first pages, touched before the clock [bytes]."""
+RANGES_BYTES = 64 * MIB
+"""Ranges of large objects on their way to the arena, at most; taken from ``memory_bytes``, of which
+they get an eighth if that is less [bytes]."""
+LISTINGS_AT_ONCE = 16
+"""Requests in flight while a bucket is listed [requests]."""
 TABLES_BYTES = 4 * MIB
 """Least arena of a reader that drops the bytes: room for batches' tables only [bytes]."""
 
@@ -77,6 +83,20 @@ class Options:
     cpus: Literal["rank", "node"] = "rank"
     """The CPUs of the reader: those its rank may use, or all of the node."""
 
+    # Object storage
+    endpoint_url: str | None = None
+    """Where S3 requests go: ``http://host:port``. ``None``: as AWS_ENDPOINT_URL says, else to
+    Amazon. Credentials are no option: they come from the environment."""
+    region: str | None = None
+    """The region that S3 requests are signed for; ``None``: as AWS_REGION says."""
+    ca_bundle: str | None = None
+    """File of the certificate authorities that endpoints are checked against, on the reader's
+    node; ``None``: as AWS_CA_BUNDLE says, else the system's."""
+    request_timeout: float = 60.0
+    """An object request that has not ended by then, also one that trickles, is sent again [s]."""
+    retry_seconds: float = 120.0
+    """How long one object is asked for again while the storage throttles, fails or is away [s]."""
+
     # When things fail
     on_error: Literal["raise", "skip"] = "raise"
     """What an unreadable sample does: ends the epoch with its error, or is left out and listed."""
@@ -108,7 +128,7 @@ class Options:
             _require(
                 not needs_local, "read_ahead_batches", 0, "at least 1 batch with channel='ray'"
             )
-        for name in ("start_timeout", "stall_seconds", "read_timeout"):
+        for name in _SECONDS:
             _require(_number(getattr(self, name)) > 0, name, getattr(self, name), "seconds > 0")
         timeout = self.start_timeout
         _require(timeout <= 1e6, "start_timeout", timeout, "at most 1e6 seconds")
@@ -117,6 +137,11 @@ class Options:
         for name in ("shuffle", "drop_last", "ordered", "deliver", "drop_cache"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "a bool")
         _require(isinstance(self.ray, str), "ray", self.ray, "a string")
+        for name in ("endpoint_url", "region", "ca_bundle"):
+            text = getattr(self, name)
+            _require(text is None or (isinstance(text, str) and text), name, text, "a string")
+        if self.endpoint_url is not None:
+            _require_endpoint(self.endpoint_url)
         _require(self.concurrency <= 4096, "concurrency", self.concurrency, "at most 4096 reads")
         _require(
             self.part_bytes % PAGE == 0, "part_bytes", self.part_bytes, f"a multiple of {PAGE}"
@@ -127,6 +152,11 @@ class Options:
             self.memory_bytes,
             f"at least {16 * PAGE} bytes",
         )
+
+    @property
+    def ranges_bytes(self) -> int:
+        """Of ``memory_bytes``, what ranges of large objects get on their way to the arena."""
+        return min(RANGES_BYTES, self.memory_bytes // 8)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:
@@ -164,6 +194,20 @@ def _choices() -> dict[str, tuple[Any, ...]]:
 
 
 _CHOICES = _choices()
+_SECONDS = ("start_timeout", "stall_seconds", "read_timeout", "request_timeout", "retry_seconds")
+
+
+def _require_endpoint(url: str) -> None:
+    """Raise unless a URL is ``http(s)://host[:port][/path]``. What else it holds is not repeated:
+    it may be a password."""
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc
+        fits = fits and not parts.query and not parts.fragment and (parts.port or True)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise OptionError("endpoint_url: must be http://HOST:PORT or https://HOST[:PORT]")
 
 
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:

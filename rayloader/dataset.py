@@ -22,6 +22,7 @@ from rayloader.launch import Launch
 from rayloader.loader import Loader
 from rayloader.node import parent_run_id
 from rayloader.receipt import Receipt
+from rayloader.storage.access import Access
 
 
 class Batch:
@@ -203,8 +204,9 @@ class RankDataset(IterableDataset[Batch]):
     One iterator at a time; a newer one ends the older.
 
     Args:
-        source: a directory, a glob, a list of paths, a :class:`~rayloader.Catalog`, a saved
-            catalog; or ``None`` when every epoch brings its own list.
+        source: a directory, ``s3://bucket/prefix``, a glob, a list of paths or URIs, a
+            :class:`~rayloader.Catalog`, a saved catalog; or ``None`` when every epoch brings its
+            own list. Credentials for objects come from the environment.
         rank: this process's rank; not given: as the launcher says.
         world_size: number of ranks; given together with ``rank``.
         launch: everything about this rank's place in its run, for callers that know better than
@@ -231,7 +233,7 @@ class RankDataset(IterableDataset[Batch]):
             launch = _launched(rank, world_size)
         elif rank is not None or world_size is not None:
             raise OptionError("launch says rank and world_size: give either, not both")
-        self._loader = Loader(source, chosen, launch)
+        self._loader = Loader(source, chosen, launch, Access.found(os.environ, chosen))
 
     def open(self) -> RankDataset:
         """List the source and start the reader now, not at the first batch.
@@ -271,7 +273,7 @@ class RankDataset(IterableDataset[Batch]):
     def set_epoch(
         self,
         epoch: int,
-        files: Sequence[Any] | None = None,
+        files: Sequence[Any] | Catalog | None = None,
         steps: int | None = None,
         batch_size: int | None = None,
     ) -> None:
@@ -279,7 +281,8 @@ class RankDataset(IterableDataset[Batch]):
 
         Args:
             epoch: its number; with ``shuffle`` it decides the order.
-            files: this rank's own list of paths, for callers that shard themselves.
+            files: this rank's own list of paths or URIs, for callers that shard themselves; or
+                a :class:`~rayloader.Catalog`, which may have sizes.
             steps: with ``files``, how many batches.
             batch_size: with ``files``, samples per batch where this epoch's differ (validation).
         """

@@ -15,6 +15,7 @@ from rayloader.position import Position
 from rayloader.reader import ReaderCounts, Request
 from rayloader.receipt import Fingerprint, Receipt, latency_quantile
 from rayloader.remote import RemoteReader
+from rayloader.storage.uri import OBJECT_ENGINE, is_object
 
 
 class EpochRun:
@@ -101,6 +102,8 @@ class EpochRun:
         receipt.order_hash = f"{self._fingerprint.order:016x}"
         receipt.reader_pid = remote.welcome["pid"]
         receipt.engine = remote.welcome["engine"]
+        if self.names is not None and is_object(self.names.root):
+            receipt.engine = OBJECT_ENGINE
         receipt.affinity = remote.welcome["affinity"]
         receipt.channel = remote.name
         receipt.memory_bytes = remote.memory_bytes
@@ -111,6 +114,7 @@ class EpochRun:
             "reads",
             "bytes_transferred",
             "retries",
+            "throttled",
             "direct_bytes",
             "direct_fallback_files",
             "cache_dropped_files",

@@ -12,9 +12,19 @@
     ├── ReceiptError (ValueError)             receipts that were written are missing or malformed
     ├── StorageError (OSError)                one stored object could not be read
     │   ├── ObjectNotFound (FileNotFoundError)
+    │   │   └── BucketNotFound                the whole bucket or container does not exist
     │   ├── AccessDenied (PermissionError)
+    │   │   └── CredentialsRejected           the storage does not know who asks
+    │   │       └── CredentialsExpired        it did, until they ran out
     │   ├── NotRegularFile                    a directory, FIFO, socket or device
     │   ├── Truncated                         it ended before its own size
+    │   ├── Replaced                          another object than the one that was listed
+    │   ├── Throttled                         the storage asks for fewer requests, too long
+    │   ├── ServerFailure                     the storage answers that it fails, too long
+    │   ├── Unreachable (ConnectionError)     refused, reset or not found, too long
+    │   │   └── TlsFailure                    no trusted connection to the endpoint
+    │   ├── TimedOut (TimeoutError)           no request ended within ``request_timeout``
+    │   ├── RangeIgnored                      the storage sends the whole for a part
     │   ├── DirectUnsupported                 O_DIRECT refused here
     │   └── StorageStalled (TimeoutError)     no answer within ``read_timeout``
     ├── SkipBudgetExceeded                    more samples failed than ``on_error="skip"`` allows
@@ -75,7 +85,10 @@ class StorageError(RayloaderError, OSError):
         key: the object's name as the user knows it.
         cause: what went wrong, in words.
         errno: the operating system's number, or 0 where there is none.
+        endpoint: of object storage, where requests went; empty for files.
     """
+
+    endpoint: str = ""
 
     def __init__(self, key: str, cause: str, errno: int = 0) -> None:
         super().__init__(errno, cause, key)
@@ -97,12 +110,52 @@ class AccessDenied(StorageError, PermissionError):
     """The object exists and may not be read."""
 
 
+class BucketNotFound(ObjectNotFound):
+    """The bucket or container does not exist at this endpoint."""
+
+
+class CredentialsRejected(AccessDenied):
+    """The credentials are missing, unknown to the storage, or do not fit together."""
+
+
+class CredentialsExpired(CredentialsRejected):
+    """The credentials were valid once."""
+
+
 class NotRegularFile(StorageError):
     """The name belongs to a directory, FIFO, socket or device."""
 
 
 class Truncated(StorageError):
     """The object ended before the size it had when it was opened."""
+
+
+class Replaced(StorageError):
+    """The object is not the one that was listed, or changed while it was read."""
+
+
+class Throttled(StorageError):
+    """The storage asked for fewer requests until the time for trying again was over."""
+
+
+class ServerFailure(StorageError):
+    """The storage answered that it fails until the time for trying again was over."""
+
+
+class Unreachable(StorageError, ConnectionError):
+    """No connection to the endpoint holds."""
+
+
+class TlsFailure(Unreachable):
+    """The endpoint's certificate is not trusted, or it does not speak TLS."""
+
+
+class TimedOut(StorageError, TimeoutError):
+    """A request did not end within ``request_timeout``, however often it was tried."""
+
+
+class RangeIgnored(StorageError):
+    """The storage sends the whole object where a range was asked for."""
 
 
 class DirectUnsupported(StorageError):

@@ -34,6 +34,8 @@ from rayloader.position import Position, Share
 from rayloader.reader import Ended, Warned
 from rayloader.receipt import Receipt
 from rayloader.remote import RemoteReader
+from rayloader.storage.access import Access
+from rayloader.storage.uri import is_object
 
 log = logging.getLogger("rayloader")
 
@@ -50,11 +52,17 @@ class _State(enum.Enum):
 class Loader:
     """The reader of one rank, seen from its trainer."""
 
-    def __init__(self, source: Any, options: Options, launch: Launch) -> None:
-        """Read ``source`` as rank ``launch.rank`` of ``launch.world_size``; acts on ``open``."""
+    def __init__(
+        self, source: Any, options: Options, launch: Launch, access: Access | None = None
+    ) -> None:
+        """Read ``source`` as rank ``launch.rank`` of ``launch.world_size``; acts on ``open``.
+
+        ``access`` says where objects are, and who asks.
+        """
         self.source = source
         self.options = options
         self.launch = launch
+        self._access = access if access is not None else Access()
         self.shard = Shard(launch.rank, launch.world_size)
         self._number = next(_NUMBERS) if launch.world_size > 1 else 0
         self._state = _State.NEW
@@ -92,7 +100,7 @@ class Loader:
             if self._state is _State.CLOSED:
                 raise UsageError("this data set is closed; make a new one")
             if self._state is _State.NEW:
-                remote = RemoteReader(self.options, self.launch, self.catalog)
+                remote = RemoteReader(self.options, self.launch, self.catalog, self._known_access())
                 try:
                     remote.start()
                     self._compare_catalogs()
@@ -130,7 +138,7 @@ class Loader:
     def set_epoch(
         self,
         epoch: SupportsIndex,
-        files: Sequence[Any] | None = None,
+        files: Sequence[Any] | Catalog | None = None,
         steps: int | None = None,
         batch_size: int | None = None,
     ) -> None:
@@ -140,7 +148,8 @@ class Loader:
 
         Args:
             epoch: number of the epoch, >= 0; it decides the order.
-            files: this rank's own list, in order; it is not sharded or shuffled.
+            files: this rank's own list, in order, or a catalog of it; it is not sharded or
+                shuffled. Sizes that it lacks are taken from the source's listing, if that has them.
             steps: with ``files``, the number of batches: a longer list is cut, a shorter one is
                 an error, or padded under ``uneven="pad"``.
             batch_size: with ``files``, samples per batch of this epoch; not given: the option's.
@@ -158,7 +167,7 @@ class Loader:
                 raise OptionError(
                     f"{name}={given} goes with files=[...]: a catalog decides its own steps"
                 )
-        listed = None if files is None else Catalog.of_files(files)
+        listed = files if files is None or isinstance(files, Catalog) else Catalog.of_files(files)
         self._move(self._share.moved(self._next, number, listed, steps, batch_size))
 
     @property
@@ -273,7 +282,7 @@ class Loader:
         """List the source; of the ranks on a node one does, and all share what it found."""
 
         def listed() -> Catalog:
-            catalog = Catalog.from_source(self.source)
+            catalog = Catalog.from_source(self.source, access=self._access)
             self._listing_ops = catalog.metadata_ops
             return catalog
 
@@ -289,6 +298,17 @@ class Loader:
             return Catalog.from_fd(fd)
         finally:
             os.close(fd)
+
+    def _known_access(self) -> Access:
+        """How the reader gets at objects; with a warning where nobody said where they are."""
+        catalog = self.catalog
+        if catalog is None or not is_object(catalog.root):
+            return self._access
+        if catalog.root.startswith(b"s3:"):
+            self._access = self._access.with_keys()
+            if self._access.is_guessed and self.launch.local_rank == 0:
+                log.warning("%s", self._access.warning)
+        return self._access
 
     def _compare_catalogs(self) -> None:
         """All ranks that have joined the same Ray must see the same names."""
@@ -318,7 +338,10 @@ class Loader:
         """What the ranks of a run call this data set; paths tell apart what came out of step."""
         source = self.source
         path = isinstance(source, str | bytes | os.PathLike)
-        place = os.fsdecode(os.path.abspath(source)) if path else "(a list)"
+        place = "(a list)"
+        if path:
+            name = os.fsencode(source)
+            place = os.fsdecode(name if is_object(name) else os.path.abspath(name))
         return f"catalog {self._number} {place}"
 
     def _request(self, run: EpochRun) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from rayloader import arena
 from rayloader.arena import NOT_DELIVERED, Int64s, Room, Space
 from rayloader.catalog import Catalog
-from rayloader.config import PAGE, Options
+from rayloader.config import PAGE, RANGES_BYTES, Options
 from rayloader.errors import (
     BatchTooLarge,
     RayloaderError,
@@ -38,6 +38,7 @@ from rayloader.errors import (
 from rayloader.plan import EpochPlan, ListPlan
 from rayloader.receipt import Fingerprint, Hashes, Skipped, name_hashes
 from rayloader.storage import BulkReader, Counters, Keys, Progress
+from rayloader.storage.uri import is_object
 
 CACHE_LINE = 64
 _NOT_WANTED = -2
@@ -121,6 +122,8 @@ class _Batch:
     entries: Int64s
     keys: Keys
     hashes: Hashes
+    listed: Int64s | None
+    """What the catalog has for sizes."""
     stage: _Stage = _Stage.MEASURING
     sizes: Int64s = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     room: Room | None = None
@@ -283,7 +286,7 @@ class Reader:
             self._by_group[batch.group] = batch
             self._unplaced.append(batch)
             self._unsent.append(batch)
-            self._storage.measure(batch.group, self._root, batch.keys)
+            self._storage.measure(batch.group, self._root, batch.keys, batch.listed)
             opened += len(batch.entries)
             ahead += 1
         return []
@@ -418,11 +421,15 @@ class Reader:
 
     def _too_large(self, needed: int) -> BatchTooLarge:
         options, given = self._options, self._space.capacity
-        if given + arena.HEADER_BYTES < options.memory_bytes // PAGE * PAGE:
+        in_transit = options.ranges_bytes if is_object(self._root) else 0
+        if given + arena.HEADER_BYTES < (options.memory_bytes - in_transit) // PAGE * PAGE:
             limit, cure = "the memory cgroup", f"let it have {needed - given:,} more"
         else:
+            least = needed + arena.HEADER_BYTES
+            if in_transit:
+                least = min(least + RANGES_BYTES, -(-least * 8 // 7))
             limit = f"memory_bytes={options.memory_bytes:,}"
-            cure = f"set memory_bytes to at least {needed + arena.HEADER_BYTES:,}"
+            cure = f"set memory_bytes to at least {least:,}"
         return BatchTooLarge(
             f"a batch needs {needed:,} bytes and {limit} gives {given:,}: {cure}, or a smaller "
             f"batch_size, or deliver=False"
@@ -505,7 +512,7 @@ class _Statistics:
         )
 
 
-_HEAD = 13
+_HEAD = 14
 _COUNTS = _HEAD + 128
 
 
@@ -525,13 +532,14 @@ class ReaderCounts(NamedTuple):
     cpu_ns: int
     bytes_before_clock: int
     metadata_ops_before_clock: int
+    throttled: int
     latency: Int64s
 
     @staticmethod
     def between(
         generation: int, before: Counters, start: Counters, now: Counters, cpu_ns: int
     ) -> Int64s:
-        """The counts of an epoch that began at ``start``, as int64 [141].
+        """The counts of an epoch that began at ``start``, as int64 [142].
 
         Args:
             generation: of the epoch's request.
@@ -553,7 +561,11 @@ class ReaderCounts(NamedTuple):
             start.bytes_transferred - before.bytes_transferred,
             start.metadata_ops - before.metadata_ops,
         ]
-        head = [generation, *differences, read_ns, now.peak_in_flight, *direct, cpu_ns, *earlier]
+        throttled = now.throttled - start.throttled
+        head = [
+            generation, *differences, read_ns, now.peak_in_flight, *direct, cpu_ns, *earlier,
+            throttled,
+        ]  # fmt: skip
         latency = np.subtract(now.latency, start.latency, dtype=np.int64)
         return np.concatenate([np.array(head, np.int64), latency])
 
@@ -564,8 +576,10 @@ class ReaderCounts(NamedTuple):
         return cls(**head, latency=page[_HEAD:_COUNTS].copy())
 
 
-def _planned(request: Request, catalog: Catalog) -> Iterator[tuple[int, Int64s, Keys, Hashes]]:
-    """The batches to read: their steps, entries, names and the names' hashes.
+def _planned(
+    request: Request, catalog: Catalog
+) -> Iterator[tuple[int, Int64s, Keys, Hashes, Int64s | None]]:
+    """The batches to read: their steps, entries, names, the names' hashes and listed sizes.
 
     Names are looked up for some batches at once, because each look-up has a fixed cost; the first
     batch alone, because the trainer waits for it.
@@ -582,7 +596,8 @@ def _planned(request: Request, catalog: Catalog) -> Iterator[tuple[int, Int64s, 
             last = first + len(entries)
             start, end = int(offsets[first]), int(offsets[last])
             keys = Keys(blob[start:end], offsets[first : last + 1] - start)
-            yield step, entries, keys, hashes[first:last]
+            listed = catalog.sizes[entries] if catalog.sizes is not None else None
+            yield step, entries, keys, hashes[first:last], listed
             first = last
         at_once = max(1, _NAMES_AT_ONCE // len(block[0][1]))
 

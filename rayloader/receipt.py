@@ -134,12 +134,14 @@ class Receipt:
     """Readers started again in this epoch."""
     retries: int = 0
     """Requests that the storage layer sent again."""
+    throttled: int = 0
+    """Requests that the storage answered with "slow down"; the reader then sends fewer at once."""
     skipped: list[Skipped] = dataclasses.field(default_factory=list)
     """Samples left out under ``on_error="skip"``: ``key`` and ``cause`` of each."""
     reader_pid: int = 0
     """Process of the reader."""
     engine: str = ""
-    """What read: ``native`` or ``python``."""
+    """What read: ``native`` or ``python`` files, ``s3dlio`` objects."""
     channel: str = ""
     """What delivered: ``local`` (shared memory) or ``ray``."""
     bytes_before_clock: int = 0

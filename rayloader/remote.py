@@ -21,12 +21,16 @@ from rayloader.errors import (
     RayloaderError,
     ReaderLost,
     StorageStalled,
+    UsageError,
     chained,
+    printable,
 )
 from rayloader.launch import Launch
 from rayloader.limits import too_few_processes, too_little_address_space
 from rayloader.node import USUAL_PROCESSES
 from rayloader.reader import Ended, ReaderCounts, Request, Warned
+from rayloader.storage.access import Access
+from rayloader.storage.uri import is_object
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -43,9 +47,13 @@ _CAUSE_LETTERS = 300
 class RemoteReader:
     """A reader actor that was started, may be started again, and ends with its trainer."""
 
-    def __init__(self, options: Options, launch: Launch, catalog: Catalog | None) -> None:
+    def __init__(
+        self, options: Options, launch: Launch, catalog: Catalog | None, access: Access
+    ) -> None:
         """Prepare a reader of ``catalog``; nothing runs before :meth:`start`."""
         self._options = options
+        self._reads_objects = catalog is None or is_object(catalog.root)
+        self._access = access if self._reads_objects else None
         self._launch = launch
         self._catalog = catalog
         self._owned = _Owned()
@@ -76,7 +84,8 @@ class RemoteReader:
         self._join()  # before the arena is measured, because Ray takes memory too
         self._owned.memory = TrainerMemory(self._arena_bytes())
         if self._options.deliver:
-            self.memory_bytes = self._owned.memory.length
+            in_transit = self._options.ranges_bytes if self._reads_objects else 0
+            self.memory_bytes = self._owned.memory.length + in_transit
         if self._catalog is not None:
             self._owned.catalog_fd = self._catalog.to_fd()
         self._attach()
@@ -122,8 +131,14 @@ class RemoteReader:
             self._replace()
         names = files.keys if files is not None else None
         root = files.root if files is not None else b""
+        sizes = files.sizes if files is not None else None
+        if files is not None and is_object(root) and not self._reads_objects:
+            raise UsageError(
+                f"a data set of files cannot read {printable(os.fsdecode(root))}: make another one "
+                "for objects, or one without a source for both"
+            )
         self._channel.begin(request.generation)
-        self._begun = self._owned.actor.begin_epoch.remote(request, names, root)
+        self._begun = self._owned.actor.begin_epoch.remote(request, names, root, sizes)
 
     def abandon(self, generation: int) -> None:
         """What was asked for is not wanted any more.
@@ -164,8 +179,9 @@ class RemoteReader:
         options = self._options
         if not options.deliver:
             return max(TABLES_BYTES, 8 * arena.table_bytes(options.batch_size))
-        length = arena.affordable(options.memory_bytes, self._launch.local_world_size)
-        if length < options.memory_bytes // PAGE * PAGE:
+        wanted = options.memory_bytes - (options.ranges_bytes if self._reads_objects else 0)
+        length = arena.affordable(wanted, self._launch.local_world_size)
+        if length < wanted // PAGE * PAGE:
             log.warning(
                 "memory_bytes=%s is more than this rank's share of the memory that its cgroup has "
                 "free; using %s",
@@ -220,6 +236,7 @@ class RemoteReader:
                     timeout=options.start_timeout,
                     tell_taken=options.read_ahead_batches is not None,
                     on_demand=options.read_ahead_batches == 0,
+                    access=self._access,
                 )
             except OSError as unreachable:
                 if options.channel == "local":
@@ -229,8 +246,8 @@ class RemoteReader:
                     ) from unreachable
         known = self._catalog
         names: pa.Array | None = known.keys if known is not None else None
-        root = known.root if known is not None else b""
-        serving = actor.serve.remote(names, root, memory.length)
+        root, sizes = (known.root, known.sizes) if known is not None else (b"", None)
+        serving = actor.serve.remote(names, root, sizes, memory.length)
         welcome = ray.get(serving, timeout=options.start_timeout)
         process = ReaderProcess(welcome["pid"]) if self._connection.same_node else None
         return RayChannel(actor, welcome, process)

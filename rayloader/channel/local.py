@@ -31,6 +31,7 @@ from rayloader.config import ROOM_SECONDS
 from rayloader.errors import BatchTooLarge, ChannelError
 from rayloader.reader import Ended, ReaderCounts, Warned
 from rayloader.receipt import Fingerprint, Skipped
+from rayloader.storage.access import Access
 
 _CRASH_LINES = 16
 """Of a crashed reader's traceback, at most so much is shown [lines]."""
@@ -179,6 +180,7 @@ class LocalChannel:
         timeout: float,
         tell_taken: bool,
         on_demand: bool = False,
+        access: Access | None = None,
     ) -> None:
         """Connect to a reader and hand it the arena and the catalog.
 
@@ -189,6 +191,7 @@ class LocalChannel:
             timeout: the reader must answer within this [s].
             tell_taken: tell the reader of each batch taken, as a bounded read-ahead needs.
             on_demand: tell it only when the next one is asked for: nothing is read ahead.
+            access: where objects are and who asks, for a reader of objects.
 
         Raises:
             OSError: the socket cannot be reached from here.
@@ -212,7 +215,7 @@ class LocalChannel:
             if uid != os.getuid():
                 raise ChannelError(f"user {uid} listens where this user's reader should")
             self._process = ReaderProcess(pid)
-            self.welcome = self._greet(catalog_fd)
+            self.welcome = self._greet(catalog_fd, access)
             self._connection.settimeout(None)
             self._poll = select.poll()
             self._poll.register(self._connection, select.POLLIN)
@@ -285,9 +288,10 @@ class LocalChannel:
         if self._process is not None:
             self._process.close()
 
-    def _greet(self, catalog_fd: int | None) -> dict[str, Any]:
+    def _greet(self, catalog_fd: int | None, access: Access | None) -> dict[str, Any]:
         fds = [self._memory.fd] + ([catalog_fd] if catalog_fd is not None else [])
-        hello = pack(Kind.HELLO, PROTOCOL_VERSION)
+        secret = access.dumps() if access is not None else b""
+        hello = pack(Kind.HELLO, PROTOCOL_VERSION, payload=secret)
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
         self._connection.sendmsg([hello], [rights])
         packet = self._connection.recv(PACKET_BYTES)

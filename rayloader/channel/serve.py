@@ -20,6 +20,7 @@ from rayloader.arena import Int64s
 from rayloader.catalog import Catalog
 from rayloader.channel.wire import (
     FIELDS,
+    PACKET_BYTES,
     PAYLOAD_BYTES,
     PROTOCOL_VERSION,
     Kind,
@@ -32,6 +33,7 @@ from rayloader.channel.wire import (
 from rayloader.config import Options
 from rayloader.errors import ChannelError, RayloaderError
 from rayloader.reader import Blocked, Outcome, Reader, Ready, Request
+from rayloader.storage.access import Access
 
 
 class Link(Protocol):
@@ -231,6 +233,8 @@ class Attached(NamedTuple):
     pid: int
     memory: memoryview
     catalog: Catalog | None
+    access: Access | None
+    """Where objects are and who asks; ``None``: the trainer reads files only."""
 
 
 def listen_locally() -> socket.socket:
@@ -264,14 +268,15 @@ def accept_trainer(listener: socket.socket, deadline: float) -> Attached:
 
 def _greeted(connection: socket.socket, pid: int) -> Attached:
     """Take what the trainer brings with its HELLO."""
-    packet, fds, _, _ = socket.recv_fds(connection, FIELDS.size, 2)
+    packet, fds, _, _ = socket.recv_fds(connection, PACKET_BYTES, 2)
     try:
-        kind, fields, _ = unpack(packet)
+        kind, fields, secret = unpack(packet)
         if kind is not Kind.HELLO or fields[0] != PROTOCOL_VERSION or not fds:
             raise ChannelError(f"the trainer speaks another protocol ({kind.name}, {fields[0]})")
         mapping = arena.map_memory(fds[0])
         arena.populate(mapping)
         catalog = Catalog.from_fd(fds[1]) if len(fds) > 1 else None
+        access = Access.loads(secret) if secret else None
     except (ValueError, OSError) as wrong:
         if isinstance(wrong, RayloaderError):
             raise
@@ -280,7 +285,7 @@ def _greeted(connection: socket.socket, pid: int) -> Attached:
         for fd in fds:
             os.close(fd)
     connection.settimeout(None)
-    return Attached(connection, pid, memoryview(mapping), catalog)
+    return Attached(connection, pid, memoryview(mapping), catalog, access)
 
 
 class QueueLink:

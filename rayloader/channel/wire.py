@@ -3,7 +3,7 @@
 An abstract Unix SEQPACKET socket. The reader listens, the trainer connects and passes the arena,
 so that what the trainer holds outlives a reader::
 
-    trainer → reader   HELLO (arena and catalog as descriptors) · HELD* · BEGIN
+    trainer → reader   HELLO (arena and catalog as descriptors; access to objects) · HELD* · BEGIN
                        RELEASED a batch · TAKEN batches (if read-ahead is bounded) · CONCURRENCY
     reader → trainer   WELCOME · SKIPPED* · READY · BLOCKED · WARNED · FAILED · ENDED · CRASHED
 
@@ -26,7 +26,7 @@ from rayloader.errors import ChannelError, RayloaderError
 from rayloader.reader import Blocked, Ended, Failed, Outcome, Ready, Warned
 from rayloader.receipt import Skipped
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 PACKET_BYTES = 1 << 17
 PAYLOAD_BYTES = PACKET_BYTES - 1024
 FIELDS = struct.Struct("<B7x8q")

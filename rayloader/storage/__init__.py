@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from rayloader.errors import StorageError
+    from rayloader.storage.access import Access
 
 
 DROP = -1
@@ -77,6 +78,15 @@ class StorageSpec:
     not been written to the device yet stay."""
     engine: Literal["auto", "native", "python"] = "auto"
     """What reads files: the C extension, or Python threads."""
+    ranges_bytes: int = 64 << 20
+    """Object storage: bound on ranges that have arrived and not yet been put into place, beside
+    the attached memory [bytes]."""
+    request_timeout: float = 60.0
+    """Object storage: a request that has not ended by then is given up and sent again [s]."""
+    retry_seconds: float = 120.0
+    """Object storage: how long one object is asked for again after failures that may pass [s]."""
+    access: Access | None = dataclasses.field(default=None, repr=False)
+    """Object storage: where it is and who asks. A spec that has one cannot be pickled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +121,7 @@ class Counters:
         direct_bytes: bytes read with O_DIRECT [bytes].
         direct_fallback_files: files that wanted O_DIRECT and were read without [files].
         cache_dropped_files: files dropped from the page cache before they were read [files].
+        throttled: requests that the storage answered with "slow down" [requests].
     """
 
     metadata_ops: int = 0
@@ -123,6 +134,7 @@ class Counters:
     direct_bytes: int = 0
     direct_fallback_files: int = 0
     cache_dropped_files: int = 0
+    throttled: int = 0
 
 
 def latency_bucket(seconds: float) -> int:
@@ -167,10 +179,22 @@ class BulkReader(Protocol):
         """
         ...
 
-    def measure(self, group: int, root: bytes, keys: Keys) -> None:
+    def measure(
+        self, group: int, root: bytes, keys: Keys, sizes: npt.NDArray[np.int64] | None = None
+    ) -> None:
         """Open the objects ``root``/``keys.key(i)`` and learn their sizes.
 
-        A key that is an absolute path stands by itself; with an empty root all should be.
+        A key that is an absolute path stands by itself; with an empty root all should be. Below an
+        object root all keys are relative, also those that begin with a slash; below a bare
+        ``scheme://`` all are whole URIs.
+
+        Args:
+            group: a number that is not in use.
+            root: where the keys are.
+            keys: of the objects.
+            sizes: int64 [n], what the listing said, -1 where it did not [bytes]. Where asking
+                costs a request, they are believed until the object is read, and then an object of
+                another size is ``Replaced`` or ``Truncated``. Others may ignore them.
         """
         ...
 
@@ -229,6 +253,9 @@ class BulkReader(Protocol):
 class Lister(Protocol):
     """Lists what a storage holds below a root."""
 
+    metadata_ops: int
+    """Made so far: directories opened and read, or requests [operations]."""
+
     def list(self, root: bytes) -> Iterator[tuple[bytes, int]]:
         """Yield (key relative to root, size [bytes] or -1 where the listing does not tell)."""
         ...
@@ -244,6 +271,16 @@ def open_storage(spec: StorageSpec) -> BulkReader:
         from rayloader.storage.memory import open_memory
 
         return open_memory(spec)
+    if spec.scheme in ("s3", "az"):
+        from rayloader.storage.object import open_objects
+
+        return open_objects(spec)
+    if spec.scheme == "any":
+        from rayloader.storage.routed import RoutedStorage
+
+        return RoutedStorage(spec)
     from rayloader.errors import OptionError
 
-    raise OptionError(f"no storage serves the scheme {spec.scheme!r}; known: file, memory")
+    raise OptionError(
+        f"no storage serves the scheme {spec.scheme!r}; known: file, s3, az, memory, any"
+    )

@@ -30,7 +30,7 @@ class PosixLister:
     """
 
     def __init__(self, pattern: bytes | None = None) -> None:
-        self._filter = _Glob(_ANY_DEPTH if pattern is None else os.fsdecode(pattern))
+        self._filter = Glob(_ANY_DEPTH if pattern is None else os.fsdecode(pattern))
         self._everything = pattern is None
         self.metadata_ops = 0
         """Directories opened and read so far [operations]."""
@@ -80,7 +80,7 @@ class _Chain:
 _Pending = list[tuple[bytes, _Chain | None, _States]]
 
 
-class _Glob:
+class Glob:
     """A glob as an automaton over path components: one walk visits each directory once.
 
     A state i means: components before i have matched.
@@ -93,6 +93,13 @@ class _Glob:
             for part in parts
         ]
         self.start = self._closed({0})
+
+    def matches(self, key: bytes) -> bool:
+        """Whether a whole key matches: its components one after the other."""
+        states = self.start
+        for name in key.split(b"/"):
+            states = self.step(states, name)
+        return self.accepts(states)
 
     def step(self, states: _States, name: bytes) -> _States:
         """The states after one more component."""

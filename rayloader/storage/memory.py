@@ -202,7 +202,9 @@ class MemoryStorage:
             raise BufferError("the memory is not writable")
         self._memory = view
 
-    def measure(self, group: int, root: bytes, keys: Keys) -> None:
+    def measure(
+        self, group: int, root: bytes, keys: Keys, sizes: npt.NDArray[np.int64] | None = None
+    ) -> None:
         """See ``BulkReader``."""
         self._check()
         if group in self._groups:

@@ -1,0 +1,826 @@
+"""Objects of an S3 or Azure storage, read through s3dlio: the only room that imports it.
+
+One thread runs an asyncio loop and owns everything that is under way. Each object of up to
+``part_bytes`` is one GET that s3dlio writes straight to its place in the caller's memory, with the
+size that was listed as its condition. A larger object is read as ranges, between two HEADs whose
+ETags must agree: so all ranges are of one version.
+
+Requests are sent again here and nowhere else: s3dlio's own repetitions are turned off. How many
+are in flight is the caller's ceiling, and less while the storage throttles or does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import functools
+import os
+import random
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rayloader.config import PAGE
+from rayloader.errors import (
+    DirectUnsupported,
+    ObjectNotFound,
+    RangeIgnored,
+    Replaced,
+    StorageError,
+    Throttled,
+    TimedOut,
+    Truncated,
+    Unreachable,
+    UsageError,
+)
+from rayloader.storage import (
+    DROP,
+    LATENCY_BUCKETS,
+    SKIP,
+    Counters,
+    Keys,
+    Progress,
+    StorageSpec,
+    latency_bucket,
+)
+from rayloader.storage.access import Access
+from rayloader.storage.object_errors import Failure, made, of_s3dlio
+from rayloader.storage.s3dlio_client import Client, open_client
+from rayloader.storage.uri import OBJECT_ENGINE, joined
+
+CLOSE_GRACE = 0.5
+"""How long ``close`` waits for requests that are being given up [s]."""
+FIRST_ANSWER_SECONDS = 5.0
+"""A storage that has never answered is asked no longer than this: it is the wrong address [s]."""
+_TICK_SECONDS = 0.1
+"""Between two looks for requests that take too long [s]."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+"""Before a request is sent again: doubled each time, of which a random half is waited [s]."""
+
+
+class _Kind(enum.Enum):
+    """What a request is for."""
+
+    HEAD = "learn the size"
+    ASK = "learn why HEAD was refused, which cannot say"
+    WHOLE = "read an object"
+    PIN = "learn the version that ranges are to be of"
+    RANGE = "read a part"
+    CHECK = "learn whether that version is still there"
+
+    @property
+    def is_read(self) -> bool:
+        """It brings bytes of an object."""
+        return self in (_Kind.WHOLE, _Kind.RANGE)
+
+
+class _Stage(enum.Enum):
+    """MEASURING → MEASURED → FETCHING → FETCHED."""
+
+    MEASURING = 1
+    MEASURED = 2
+    FETCHING = 3
+    FETCHED = 4
+
+
+class _Version(NamedTuple):
+    """What tells one object from another under the same key."""
+
+    etag: str | None
+    size: int
+
+
+class _Group:
+    def __init__(
+        self, number: int, root: bytes, keys: Keys, sizes: npt.NDArray[np.int64] | None
+    ) -> None:
+        self.number = number
+        self.root = root
+        self.keys = keys
+        self.n = keys.n
+        self.stage = _Stage.MEASURING
+        self.listed = [-1] * keys.n if sizes is None else sizes.tolist()
+        self.sizes: list[int] = list(self.listed)
+        self.places = [SKIP] * keys.n
+        self.failures: dict[int, StorageError] = {}
+        self.versions: dict[int, _Version] = {}
+        """Of large objects, what their ranges are of."""
+        self.parts_left: dict[int, int] = {}
+        self.read_again: set[int] = set()
+        self.unfinished = 0
+        """Objects of the present step that are not done."""
+        self.running = 0
+        """Requests in flight."""
+        self.discarded = False
+
+    def name(self, index: int) -> str:
+        return os.fsdecode(self.keys.key(index))
+
+    def progress(self) -> Progress:
+        sizes = np.array(self.sizes, np.int64)
+        sizes[list(self.failures)] = -1
+        if self.stage is _Stage.FETCHED:
+            sizes[np.array(self.places, np.int64) == SKIP] = -1
+        failures, self.failures = self.failures, {}
+        return Progress(self.number, sizes, failures)
+
+
+class _Op:
+    """One request, and those that repeat it."""
+
+    __slots__ = (
+        "again", "began", "first", "future", "group", "index", "kind", "late", "length", "offset",
+        "scratch", "why",
+    )  # fmt: skip
+
+    def __init__(
+        self, group: _Group, index: int, kind: _Kind, offset: int = 0, length: int = 0
+    ) -> None:
+        self.group = group
+        self.index = index
+        self.kind = kind
+        self.offset = offset
+        self.length = length
+        self.again = 0
+        self.first = 0.0
+        """When it was first sent; all moments are of ``time.perf_counter`` [s]."""
+        self.began = 0.0
+        self.late = False
+        """It was given up because it took too long."""
+        self.future: asyncio.Future[Any] | None = None
+        self.scratch: npt.NDArray[np.uint8] | None = None
+        self.why: StorageError | None = None
+        """Of ASK: what there is to say if the answer says nothing."""
+
+
+class _Window:
+    """How many requests may be in flight: halved by trouble, grown back by success.
+
+    Growth is by one per answer up to half of where the trouble began, then by one per window.
+    """
+
+    _CUT_SECONDS = 0.5
+    """Trouble within this is the same trouble [s]."""
+
+    def __init__(self, ceiling: int) -> None:
+        self.ceiling = ceiling
+        self._limit = self._threshold = float(ceiling)
+        self._cut_at = -1.0
+
+    @property
+    def limit(self) -> int:
+        return int(self._limit)
+
+    def set_ceiling(self, ceiling: int) -> None:
+        if self._limit >= self.ceiling:
+            self._limit = float(ceiling)
+        self.ceiling = ceiling
+        self._limit = min(self._limit, ceiling)
+        self._threshold = float(ceiling)
+
+    def trouble(self, now: float) -> None:
+        if now - self._cut_at >= self._CUT_SECONDS:
+            self._cut_at = now
+            self._threshold = max(1.0, self._limit / 2)
+            self._limit = self._threshold
+
+    def success(self) -> None:
+        if self._limit < self.ceiling:
+            step = 1.0 if self._limit < self._threshold else 1.0 / self._limit
+            self._limit = min(self._limit + step, float(self.ceiling))
+
+
+def open_objects(spec: StorageSpec) -> ObjectStorage:
+    """Open the storage of ``s3://`` and ``az://`` objects.
+
+    Raises:
+        OptionError: s3dlio is not installed.
+        UsageError: this process has used s3dlio for somebody else already, or was forked from one
+            that had used it.
+    """
+    access = spec.access if spec.access is not None else Access()
+    access = access.with_keys() if spec.scheme == "s3" else access
+    return ObjectStorage(spec, access, open_client(access))
+
+
+class ObjectStorage:
+    """A ``BulkReader`` of objects. Roots and keys are as ``rayloader.storage.uri`` has them."""
+
+    engine = OBJECT_ENGINE
+
+    def __init__(self, spec: StorageSpec, access: Access, client: Client) -> None:
+        """Read through ``client``; the thread starts now."""
+        self._spec = spec
+        self._access = access
+        self._client = client
+        self._pid = os.getpid()
+        self._closed = False
+        self._memory: memoryview | None = None
+        self._bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        """Guards what both threads look at: groups' ``running`` and ``discarded``, and these."""
+        self._groups: dict[int, _Group] = {}
+        self._done: dict[int, _Group] = {}
+        self._leaving: set[_Group] = set()
+        self._in_flight: dict[_Op, None] = {}
+        """In the order in which they were sent."""
+        self._pausing: dict[_Op, None] = {}
+        """Before they are sent again."""
+        self._defect: BaseException | None = None
+        # In the loop's thread only.
+        self._queue: deque[_Op] = deque()
+        self._window = _Window(spec.concurrency)
+        self._answered = False
+        self._ticking = False
+        self._reading = 0
+        self._spare: list[npt.NDArray[np.uint8]] = []
+        # Counters.
+        self._metadata_ops = self._reads = self._bytes_transferred = 0
+        self._retries = self._throttled = self._fallback = 0
+        self._read_seconds = 0.0
+        self._peak = 0
+        self._latency = [0] * LATENCY_BUCKETS
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_remember_defect(weakref.ref(self)))
+        self._thread = threading.Thread(
+            target=_run, args=(self._loop,), name="rayloader-objects", daemon=True
+        )
+        self._thread.start()
+        # Also without close, and when the interpreter ends: threads must not outlive their owner.
+        self._end = weakref.finalize(
+            self, _shut_down, self._loop, self._thread, self._in_flight, self._pid
+        )
+
+    # ---- the protocol, in the owner's thread
+
+    def fileno(self) -> int:
+        """See ``BulkReader``."""
+        self._check()
+        return self._event
+
+    def attach(self, memory: memoryview) -> None:
+        """See ``BulkReader``."""
+        self._check()
+        if self._memory is not None:
+            raise UsageError("memory is attached already")
+        view = memoryview(memory).cast("B")
+        if view.readonly:
+            raise BufferError("the memory is not writable")
+        self._memory = view
+        self._bytes = np.frombuffer(view, np.uint8)
+
+    def measure(
+        self, group: int, root: bytes, keys: Keys, sizes: npt.NDArray[np.int64] | None = None
+    ) -> None:
+        """See ``BulkReader``. One HEAD for each object whose size is not known, else nothing."""
+        self._check()
+        if group in self._groups:
+            raise UsageError(f"group {group} is in use")
+        new = self._groups[group] = _Group(group, root, keys, sizes)
+        self._loop.call_soon_threadsafe(self._begin_measure, new)
+
+    def fetch(self, group: int, places: npt.NDArray[np.int64]) -> None:
+        """See ``BulkReader``."""
+        self._check()
+        known = self._groups.get(group)
+        if known is None or known.stage is not _Stage.MEASURED or group in self._done:
+            raise UsageError(f"group {group} is not a measured one")
+        if len(places) != known.n:
+            raise UsageError(f"group {group} has another number of objects")
+        wanted = places.tolist()
+        for i, place in enumerate(wanted):
+            self._check_place(known, i, place)
+        known.places = wanted
+        known.stage = _Stage.FETCHING
+        self._loop.call_soon_threadsafe(self._begin_fetch, known)
+
+    def discard(self, group: int) -> None:
+        """See ``BulkReader``. Requests in flight end as they would have; nobody waits for them."""
+        self._check()
+        with self._lock:
+            gone = self._groups.pop(group, None)
+            self._done.pop(group, None)
+            if gone is not None:
+                gone.discarded = True
+                if gone.running:
+                    self._leaving.add(gone)
+
+    def settled(self, group: int | None = None) -> bool:
+        """See ``BulkReader``."""
+        self._check()
+        with self._lock:
+            return not any(group in (None, leaving.number) for leaving in self._leaving)
+
+    def collect(self) -> list[Progress]:
+        """See ``BulkReader``."""
+        self._check()
+        if self._defect is not None:
+            raise self._defect
+        with self._lock:
+            done, self._done = self._done, {}
+            for number, group in done.items():
+                if group.stage is _Stage.FETCHED:
+                    del self._groups[number]
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._event)
+        return [group.progress() for group in done.values()]
+
+    def set_concurrency(self, concurrency: int) -> None:
+        """See ``BulkReader``."""
+        self._check()
+        if concurrency < 1:
+            raise UsageError(f"concurrency={concurrency}: must be at least 1")
+        self._loop.call_soon_threadsafe(self._set_ceiling, concurrency)
+
+    def counters(self) -> Counters:
+        """See ``BulkReader``."""
+        self._check()
+        return Counters(
+            metadata_ops=self._metadata_ops,
+            reads=self._reads,
+            bytes_transferred=self._bytes_transferred,
+            retries=self._retries,
+            read_seconds=self._read_seconds,
+            peak_in_flight=self._peak,
+            latency=tuple(self._latency),
+            direct_fallback_files=self._fallback,
+            throttled=self._throttled,
+        )
+
+    def reset_peak(self) -> None:
+        """See ``BulkReader``."""
+        self._check()
+        self._peak = self._reading
+
+    def oldest_read(self) -> tuple[float, str]:
+        """See ``BulkReader``. A request that is sent again is as old as when it was first sent."""
+        self._check()
+        with self._lock:
+            wanted = (op for op in (*self._in_flight, *self._pausing) if not op.group.discarded)
+            oldest = min(wanted, key=lambda op: op.first, default=None)
+        if oldest is None:
+            return 0.0, ""
+        age = time.perf_counter() - oldest.first
+        return max(age, 1e-9), oldest.group.name(oldest.index)
+
+    def close(self) -> None:
+        """See ``BulkReader``. Requests in flight are given up. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._end()
+        os.close(self._event)
+        self._bytes = np.empty(0, np.uint8)
+        if self._memory is not None:
+            with contextlib.suppress(BufferError):  # a request still writes
+                self._memory.release()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise UsageError("the storage is closed")
+        if self._pid != os.getpid():
+            raise UsageError(
+                "the storage belongs to the process that opened it, not to a forked child"
+            )
+
+    def _check_place(self, group: _Group, i: int, place: int) -> None:
+        size = group.sizes[i]
+        if place == SKIP or (place == DROP and size >= 0):
+            return
+        page = PAGE if self._spec.direct else 1
+        room = -(-size // page) * page
+        if size < 0 or place < 0 or place % page or place + room > len(self._bytes):
+            raise UsageError(
+                f"object {i} of group {group.number} cannot be read there: it was not measured, "
+                "or the place is not aligned or leaves no room"
+            )
+
+    # ---- in the loop's thread
+
+    def _begin_measure(self, group: _Group) -> None:
+        for i in range(group.n):
+            if self._spec.direct is True:
+                group.failures[i] = DirectUnsupported(
+                    group.name(i), "object storage has no O_DIRECT"
+                )
+            elif not _is_utf8(group.keys.key(i)):
+                group.failures[i] = made(
+                    ObjectNotFound, group.name(i), "no object's name is not UTF-8", self._access
+                )
+            elif group.sizes[i] < 0:
+                group.unfinished += 1
+                self._queue.append(_Op(group, i, _Kind.HEAD))
+            self._fallback += self._spec.direct == "fallback"
+        for i in group.failures:
+            group.sizes[i] = -1
+        if not group.unfinished:
+            self._complete(group)
+        self._pump()
+
+    def _begin_fetch(self, group: _Group) -> None:
+        for i, place in enumerate(group.places):
+            if place == SKIP:
+                continue
+            group.unfinished += 1
+            if group.sizes[i] <= self._part(place):
+                self._queue.append(_Op(group, i, _Kind.WHOLE, 0, group.sizes[i]))
+            elif i in group.versions:
+                self._queue.extend(self._ranges(group, i))
+            else:
+                self._queue.append(_Op(group, i, _Kind.PIN))
+        if not group.unfinished:
+            self._complete(group)
+        self._pump()
+
+    def _part(self, place: int) -> int:
+        """Length of one request of an object that goes there [bytes]."""
+        spec = self._spec
+        if place != DROP:
+            return spec.part_bytes
+        return max(PAGE, min(spec.part_bytes, spec.scratch_bytes // self._window.ceiling))
+
+    def _ranges(self, group: _Group, index: int) -> Iterator[_Op]:
+        """Requests for all of a large object; those in flight stay within ``ranges_bytes``."""
+        spec, size = self._spec, group.sizes[index]
+        step = min(
+            self._part(group.places[index]),
+            max(PAGE, spec.ranges_bytes // self._window.ceiling // PAGE * PAGE),
+        )
+        group.parts_left[index] = -(-size // step)
+        for offset in range(0, size, step):
+            yield _Op(group, index, _Kind.RANGE, offset, min(step, size - offset))
+
+    def _set_ceiling(self, concurrency: int) -> None:
+        self._window.set_ceiling(concurrency)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Send what the window has room for."""
+        while self._queue and len(self._in_flight) < self._window.limit and not self._closed:
+            op = self._queue.popleft()
+            if op.index in op.group.failures:
+                self._part_done(op)  # another range of it has failed
+            elif self._enter(op):
+                self._send(op)
+        if self._in_flight and not self._ticking:
+            self._ticking = True
+            self._loop.call_later(_TICK_SECONDS, self._tick)
+
+    def _enter(self, op: _Op) -> bool:
+        """Count a request as in flight, unless nobody wants it any more."""
+        with self._lock:
+            if op.group.discarded:
+                return False
+            op.group.running += 1
+            op.began = time.perf_counter()
+            op.first = op.first or op.began
+            self._in_flight[op] = None
+        return True
+
+    def _send(self, op: _Op) -> None:
+        if op.kind.is_read:
+            self._reading += 1
+            self._peak = max(self._peak, self._reading)
+        else:
+            self._metadata_ops += 1
+        try:
+            op.future = asyncio.ensure_future(self._call(op), loop=self._loop)
+        except Exception as error:  # s3dlio refuses some calls before there is a future
+            op.future = self._loop.create_future()
+            op.future.set_exception(error)
+        op.future.add_done_callback(functools.partial(self._ended, op))
+
+    def _call(self, op: _Op) -> Any:
+        uri, client = self._uri(op), self._client
+        if op.kind is _Kind.WHOLE:
+            return client.get_into(uri, self._target(op), op.length)
+        if op.kind is _Kind.RANGE:
+            return client.get_range(uri, op.offset, op.length)
+        if op.kind is _Kind.ASK:
+            return client.get_into(uri, memoryview(bytearray(1)), 1)
+        return client.head(uri)
+
+    def _uri(self, op: _Op) -> str:
+        return self._client.uri(joined(op.group.root, op.group.keys.key(op.index)).decode())
+
+    def _target(self, op: _Op) -> memoryview:
+        """Where the bytes of a whole object go."""
+        place = op.group.places[op.index]
+        if place == DROP:
+            fits = self._spare and len(self._spare[-1]) >= op.length
+            op.scratch = self._spare.pop() if fits else np.empty(max(op.length, PAGE), np.uint8)
+            return op.scratch.data[: op.length]
+        assert self._memory is not None
+        return self._memory[place : place + op.length]
+
+    def _tick(self) -> None:
+        """Give up requests that take too long, however little by little they advance."""
+        self._ticking = False
+        if not self._in_flight:
+            return
+        self._ticking = True
+        self._loop.call_later(_TICK_SECONDS, self._tick)
+        oldest_allowed = time.perf_counter() - self._spec.request_timeout
+        for op in list(self._in_flight):
+            if op.began > oldest_allowed:
+                break
+            if op.future is not None and not op.late:
+                op.late = True
+                op.future.cancel()
+
+    def _ended(self, op: _Op, future: asyncio.Future[Any]) -> None:
+        now = time.perf_counter()
+        result, failure = self._outcome(op, future)
+        if failure is None and op.kind is _Kind.RANGE:
+            failure = self._store(op, result)
+        self._leave(op, now)
+        op.future = None
+        if op.scratch is not None:
+            self._spare.append(op.scratch)
+            op.scratch = None
+        if failure is None or not isinstance(failure.error, Unreachable | TimedOut):
+            self._answered = True
+        if failure is None:
+            self._window.success()
+        if not op.group.discarded:
+            if failure is None:
+                _SUCCEEDED[op.kind](self, op, result)
+            else:
+                self._failed(op, failure, now)
+        self._pump()
+
+    def _leave(self, op: _Op, now: float) -> None:
+        """Count a request as no longer in flight."""
+        if op.kind.is_read:
+            self._reading -= 1
+            self._reads += 1
+            self._read_seconds += now - op.began
+            self._latency[latency_bucket(now - op.began)] += 1
+        with self._lock:
+            del self._in_flight[op]
+            op.group.running -= 1
+            if op.group.discarded and not op.group.running:
+                self._leaving.discard(op.group)
+                self._signal()
+
+    def _outcome(self, op: _Op, future: asyncio.Future[Any]) -> tuple[Any, Failure | None]:
+        """What a request brought, or why it failed."""
+        name = op.group.name(op.index)
+        if future.cancelled():
+            cause = f"the request did not end within request_timeout={self._spec.request_timeout:g}"
+            return None, Failure(made(TimedOut, name, f"{cause} s", self._access), passes=True)
+        error = future.exception()
+        if error is None:
+            return future.result(), None
+        actual = getattr(error, "actual", None)
+        if actual is None:
+            return None, of_s3dlio(name, self._uri(op), error, self._access)
+        if op.kind is _Kind.ASK or (actual > op.length and op.group.listed[op.index] < 0):
+            return actual, None
+        return None, Failure(self._other_size(op, actual), passes=False)
+
+    def _other_size(self, op: _Op, actual: int) -> StorageError:
+        """The error for an object that has another size than it should."""
+        group, expected = op.group, op.group.sizes[op.index]
+        kind = Replaced if actual > expected else Truncated
+        since = "listed" if group.listed[op.index] >= 0 else "measured"
+        words = f"it has {actual:,} bytes, and had {expected:,} when it was {since}"
+        return made(kind, group.name(op.index), words, self._access)
+
+    def _store(self, op: _Op, view: Any) -> Failure | None:
+        """Put the bytes of a range into their place."""
+        data = np.frombuffer(view, np.uint8)
+        if len(data) != op.length:
+            return Failure(self._wrong_range(op, len(data)), passes=False)
+        place = op.group.places[op.index]
+        if place != DROP:
+            start = place + op.offset
+            self._bytes[start : start + op.length] = data
+        return None
+
+    def _wrong_range(self, op: _Op, length: int) -> StorageError:
+        name = op.group.name(op.index)
+        if length < op.length:
+            return made(Truncated, name, "it ended before its size", self._access)
+        return made(
+            RangeIgnored,
+            name,
+            f"the server sent {length:,} bytes where a range of {op.length:,} was asked for: "
+            "set part_bytes to more than the objects' size",
+            self._access,
+        )
+
+    # What a request that went well leads to
+
+    def _measured(self, op: _Op, found: Any) -> None:
+        group, i = op.group, op.index
+        if found is None:
+            self._ask(op, made(ObjectNotFound, group.name(i), "no such object", self._access))
+            return
+        group.sizes[i] = found.size
+        if found.size > self._spec.part_bytes:
+            group.versions[i] = _Version(found.etag, found.size)
+        self._object_done(group)
+
+    def _ask(self, op: _Op, why: StorageError) -> None:
+        """A HEAD failed, whose answer has no body that could say why; a GET's has."""
+        asking = _Op(op.group, op.index, _Kind.ASK)
+        asking.why = why
+        self._queue.appendleft(asking)
+
+    def _asked(self, op: _Op, _: Any) -> None:
+        """The GET went well, so the HEAD's own words must do."""
+        assert op.why is not None
+        self._fail(op, op.why)
+
+    def _read_whole(self, op: _Op, length: int) -> None:
+        group, i = op.group, op.index
+        if length > op.length:  # it has grown since it was measured: its first bytes are wanted
+            group.parts_left[i] = 1
+            self._queue.appendleft(_Op(group, i, _Kind.RANGE, 0, op.length))
+            return
+        self._bytes_transferred += op.length
+        self._object_done(group)
+
+    def _pinned(self, op: _Op, found: Any) -> None:
+        group, i = op.group, op.index
+        if found is None:
+            self._ask(op, made(ObjectNotFound, group.name(i), "no such object", self._access))
+        elif found.size < group.sizes[i] or (found.size > group.sizes[i] and group.listed[i] >= 0):
+            self._fail(op, self._other_size(op, found.size))
+        else:
+            group.versions[i] = _Version(found.etag, found.size)
+            self._queue.extendleft(reversed(list(self._ranges(group, i))))
+
+    def _read_part(self, op: _Op, _: Any) -> None:
+        self._bytes_transferred += op.length
+        self._part_done(op)
+
+    def _part_done(self, op: _Op) -> None:
+        group, i = op.group, op.index
+        group.parts_left[i] -= 1
+        if group.parts_left[i]:
+            return
+        if i in group.versions and i not in group.failures:
+            self._queue.appendleft(_Op(group, i, _Kind.CHECK))
+        else:
+            self._object_done(group)
+
+    def _checked(self, op: _Op, found: Any) -> None:
+        """The version must be the one that the ranges began with; else they are read once more."""
+        group, i = op.group, op.index
+        if found is None:
+            self._ask(op, made(ObjectNotFound, group.name(i), "no such object", self._access))
+        elif _Version(found.etag, found.size) == group.versions[i]:
+            self._object_done(group)
+        elif found.size < group.sizes[i]:
+            self._fail(op, self._other_size(op, found.size))
+        elif i in group.read_again or group.listed[i] >= 0:
+            words = "it was replaced by another version while it was read"
+            self._fail(op, made(Replaced, group.name(i), words, self._access))
+        else:
+            group.read_again.add(i)
+            group.versions[i] = _Version(found.etag, found.size)
+            self._queue.extendleft(reversed(list(self._ranges(group, i))))
+
+    # What one that failed leads to
+
+    def _failed(self, op: _Op, failure: Failure, now: float) -> None:
+        error, passes = failure
+        if passes:
+            self._window.trouble(now)
+            self._throttled += isinstance(error, Throttled)
+            pause = min(_FIRST_PAUSE * 2**op.again, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)
+            if now - op.first + pause < self._patience:
+                self._pause(op, pause)
+                return
+            if op.again:
+                error.add_note(f"asked {op.again + 1} times in {now - op.first:.1f} s")
+        elif not (op.kind.is_read or op.kind is _Kind.ASK):
+            self._ask(op, error)
+            return
+        self._fail(op, error)
+
+    @property
+    def _patience(self) -> float:
+        """How long one object may be asked for [s]."""
+        longest = self._spec.retry_seconds
+        return longest if self._answered else min(longest, FIRST_ANSWER_SECONDS)
+
+    def _pause(self, op: _Op, seconds: float) -> None:
+        """Send a request again, later."""
+        op.again += 1
+        op.late = False
+        self._retries += 1
+        with self._lock:
+            self._pausing[op] = None
+        self._loop.call_later(seconds, self._send_again, op)
+
+    def _send_again(self, op: _Op) -> None:
+        with self._lock:
+            del self._pausing[op]
+        self._queue.appendleft(op)
+        self._pump()
+
+    def _fail(self, op: _Op, error: StorageError) -> None:
+        op.group.failures.setdefault(op.index, error)
+        if op.kind is _Kind.RANGE:
+            self._part_done(op)
+        else:
+            self._object_done(op.group)
+
+    def _object_done(self, group: _Group) -> None:
+        group.unfinished -= 1
+        if not group.unfinished:
+            self._complete(group)
+
+    def _complete(self, group: _Group) -> None:
+        measured = group.stage is _Stage.MEASURING
+        with self._lock:
+            if group.discarded:
+                return
+            group.stage = _Stage.MEASURED if measured else _Stage.FETCHED
+            self._done[group.number] = group
+            self._signal()
+
+    def _signal(self) -> None:
+        if not self._closed:
+            os.eventfd_write(self._event, 1)
+
+    def _defective(self, error: BaseException) -> None:
+        """Something that should not happen has: the owner is told, rather than left waiting."""
+        self._defect = error
+        self._signal()
+
+
+_SUCCEEDED: dict[_Kind, Callable[[ObjectStorage, _Op, Any], None]] = {
+    _Kind.HEAD: ObjectStorage._measured,
+    _Kind.ASK: ObjectStorage._asked,
+    _Kind.WHOLE: ObjectStorage._read_whole,
+    _Kind.PIN: ObjectStorage._pinned,
+    _Kind.RANGE: ObjectStorage._read_part,
+    _Kind.CHECK: ObjectStorage._checked,
+}
+
+
+def _is_utf8(key: bytes) -> bool:
+    try:
+        key.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """The thread: run the loop until it is stopped."""
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _shut_down(
+    loop: asyncio.AbstractEventLoop, thread: threading.Thread, in_flight: dict[_Op, None], pid: int
+) -> None:
+    """Give up what is in flight and end the thread; after ``CLOSE_GRACE``, leave it behind."""
+    if pid != os.getpid() or not thread.is_alive():
+        return
+    deadline = time.monotonic() + CLOSE_GRACE
+
+    def stop_when_idle() -> None:
+        if in_flight and time.monotonic() < deadline:
+            loop.call_later(0.001, stop_when_idle)
+        else:
+            loop.stop()
+
+    def give_up() -> None:
+        for op in list(in_flight):
+            if op.future is not None:
+                op.future.cancel()
+        stop_when_idle()
+
+    loop.call_soon_threadsafe(give_up)
+    thread.join(2 * CLOSE_GRACE)
+
+
+def _remember_defect(
+    storage: weakref.ref[ObjectStorage],
+) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """An exception handler for the loop that tells the storage."""
+
+    def remember(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        owner = storage()
+        if owner is not None:
+            error = context.get("exception")
+            owner._defective(error or RuntimeError(str(context.get("message"))))
+
+    return remember
