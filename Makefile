@@ -50,14 +50,14 @@ $(BIN)/python:
 # Editable, so that a change of a Python file needs no make; one of the C sources does.
 $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
 	@echo "Installing into $(VENV), mostly ray and torch: this takes a few minutes."
-	$(PIP) --editable .
+	$(PIP) --editable '.[objects]'
 	@touch $@
 
 $(VENV)/.installed-test: $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
 	@echo "Installing into $(VENV), mostly ray and torch: this takes a few minutes."
-	$(PIP) --editable '.[test,check]'
+	$(PIP) --editable '.[objects,test,check]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-bench: $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
-	$(PIP) --editable '.[bench]'
+	$(PIP) --editable '.[objects,bench]'
 	@touch $@

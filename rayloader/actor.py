@@ -208,9 +208,11 @@ class ReaderActor:
 
 def _scheme(catalog: Catalog | None) -> str:
     """What serves the catalog; readers that are told later what to read are ready for anything."""
-    from rayloader.storage.uri import is_object
+    from rayloader.storage.uri import is_object, scheme_of
 
-    return "any" if catalog is None or is_object(catalog.root) else "file"
+    if catalog is None:
+        return "any"
+    return scheme_of(catalog.root).decode() if is_object(catalog.root) else "file"
 
 
 _GRACE_SECONDS = 1.0

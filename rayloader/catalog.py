@@ -5,8 +5,8 @@ is loaded; shared between the processes of a node, it is a memfd with the same c
 both cases no process holds a copy of its own.
 
 Keys are bytes (``large_binary``) inside and ``str`` by :func:`os.fsdecode` outside. They are
-relative to ``root``; an absolute key stays what it is, as ``openat`` has it. Of objects, the root is
-``s3://bucket/prefix``, or ``s3://`` when the keys are whole URIs.
+relative to ``root``; an absolute key stays what it is, as ``openat`` has it. Of objects, the root
+is ``s3://bucket/prefix``, or ``s3://`` when the keys are whole URIs.
 
 One million keys of 45 bytes, on a 2-core machine: ``load`` and ``from_fd`` take 1 ms, look at
 8 MB of shared pages and make none private; ``blob_at`` takes 10 µs for 24 keys and 20 µs for 256,
@@ -71,8 +71,8 @@ _TICK_SECONDS, _TICK_ENTRIES = 0.1, 64
 _SLACK = 4096
 """Bytes beyond their own that keys may carry along [bytes]."""
 _ACCEPTED = (
-    "a directory, s3://bucket/prefix, a glob, a list of paths or URIs, a Catalog or a saved catalog "
-    "(.arrow, .parquet)"
+    "a directory, a glob, a list of paths, a Catalog or a saved catalog (.arrow, .parquet), "
+    "or s3://BUCKET/PREFIX"
 )
 
 
@@ -428,6 +428,21 @@ class Catalog:
         if digest is not None:
             catalog.__dict__["digest"] = digest.decode("ascii")
         return catalog
+
+
+def root_of_source(source: Source) -> bytes:
+    """Where a source's entries will be, as far as that can be told without listing anything."""
+    if isinstance(source, Catalog):
+        return source.root
+    if isinstance(source, str | bytes | os.PathLike):
+        name = os.fsencode(source)
+        if scheme_of(name) in OBJECT_SCHEMES or not os.path.isfile(name):
+            return name
+        try:
+            return Catalog.load(name).root
+        except CatalogError:  # from_source will say so
+            return name
+    return os.fsencode(source[0]) if len(source) and isinstance(source[0], str | bytes) else b""
 
 
 class _Descriptor:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rayloader.experiment.read import ReadJob, ReadResult
+    from rayloader.storage.access import Access
 
 FAILED, MISUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 """Exit statuses: something failed; the options or the source are wrong; Ctrl-C; SIGTERM."""
@@ -148,6 +149,12 @@ def cli() -> None:
     """Read many files with persistent Ray readers: make test data, list it, read it, measure."""
 
 
+OBJECTS = "Object storage (credentials come from the environment)"
+ENDPOINT = "Where S3 requests go; not given: AWS_ENDPOINT_URL, else Amazon."
+REGION = "That S3 requests are signed for; not given: AWS_REGION."
+BUNDLE = "Certificate authorities to trust; not given: AWS_CA_BUNDLE, else the system's."
+
+
 @_command("generate")
 @click.argument("directory", metavar="DIR")
 @option("--files", type=int, required=True, help="How many files.")
@@ -184,17 +191,22 @@ def generate_command(directory: str, files: int, **recipe: int) -> None:
 @click.argument("source", metavar="SRC...", nargs=-1, required=True)
 @option("-o", "--output", metavar="FILE.arrow", required=True, help="The catalog to write.")
 @option("--stat/--no-stat", default=False, help="Look up the files' sizes too, 64 at a time.")
-def catalog_command(source: tuple[str, ...], output: str, stat: bool) -> None:
+@of_reader("endpoint_url", OBJECTS, ENDPOINT, type=str, metavar="URL")
+@of_reader("region", OBJECTS, REGION, type=str, metavar="NAME")
+@of_reader("ca_bundle", OBJECTS, BUNDLE, type=str, metavar="FILE")
+def catalog_command(source: tuple[str, ...], output: str, stat: bool, **where: Any) -> None:
     """List SRC and save what exists.
 
-    SRC is a directory (all files below it), a quoted glob (** is any depth), another catalog
-    (.arrow or .parquet), or files.
+    SRC is a directory (all files below it), s3://BUCKET/PREFIX (all objects), a quoted glob (** is
+    any depth), another catalog (.arrow or .parquet), or files. A bucket's catalog has the sizes.
     """
     from rayloader.catalog import Catalog
     from rayloader.experiment.live import Counting
 
+    one_or_many = _one_or_many(source)
+    access = _access(one_or_many, Options.of(where))
     with Counting(_console(stderr=True), "files found") as counting:
-        catalog = Catalog.from_source(_one_or_many(source), stat=stat, progress=counting)
+        catalog = Catalog.from_source(one_or_many, stat=stat, progress=counting, access=access)
     catalog.save(output)
     size_ = f", {catalog.total_bytes / 1e9:.2f} GB" if catalog.total_bytes is not None else ""
     click.echo(f"{len(catalog):,} files{size_}; catalog: {printable(output)}")
@@ -250,6 +262,11 @@ RESULT = "Result and comparison"
 @of_reader("channel", WAY, "To the training process: shared memory, or Ray's object store.")
 @of_reader("ray", WAY, "Which Ray: auto, private, cluster, or HOST:PORT.")
 @of_reader("cpus", WAY, "CPUs of a reader: those of its rank, or all of the node.")
+@of_reader("endpoint_url", OBJECTS, ENDPOINT, type=str, metavar="URL")
+@of_reader("region", OBJECTS, REGION, type=str, metavar="NAME")
+@of_reader("ca_bundle", OBJECTS, BUNDLE, type=str, metavar="FILE")
+@of_reader("request_timeout", OBJECTS, "A request that takes longer is sent again [s].")
+@of_reader("retry_seconds", OBJECTS, "How long one object is asked for again [s].")
 @of_reader("on_error", FAULTS, "A file that cannot be read ends the run, or is left out.")
 @of_reader("skip_budget_files", FAULTS, "With skip: files per epoch and rank that may fail.")
 @of_reader("skip_budget_share", FAULTS, "With skip: share of the files that may fail [0..1].")
@@ -279,9 +296,9 @@ RESULT = "Result and comparison"
 def read_command(source: tuple[str, ...], json: str | None, **given: Any) -> None:
     """Read SRC on one or several ranks, and show what it took.
 
-    SRC is a directory (all files below it), a quoted glob (** is any depth), a catalog (.arrow or
-    .parquet), or files. Each rank is a process with a RankDataset; a private Ray is started for
-    them and ended with them.
+    SRC is a directory (all files below it), s3://BUCKET/PREFIX (all objects), a quoted glob (** is
+    any depth), a catalog (.arrow or .parquet), or files. Each rank is a process with a RankDataset;
+    a private Ray is started for them and ended with them.
     """
     from rayloader.experiment.live import LiveWatch
     from rayloader.experiment.read import read
@@ -289,6 +306,7 @@ def read_command(source: tuple[str, ...], json: str | None, **given: Any) -> Non
     job = _job(_one_or_many(source), given)
     if json is not None:
         _require_writable(json)
+    _access(job.source, job.options)
     with LiveWatch(_console(stderr=True), job) as watch:
         result = read(job, watch)
     _show(result, json)
@@ -385,6 +403,21 @@ def _one_or_many(source: tuple[str, ...]) -> str | list[str]:
                 "one directory, a quoted glob, or files"
             )
     return list(source)
+
+
+def _access(source: Any, options: Options) -> Access:
+    """Where objects are and who asks; for a source of objects, said in the first line."""
+    from rayloader.catalog import root_of_source
+    from rayloader.storage.access import Access
+    from rayloader.storage.uri import is_object
+
+    access = Access.found(os.environ, options)
+    root = root_of_source(source)
+    if is_object(root):
+        text = f"S3 requests go to {access.destination}, region {access.region_in_force}"
+        if root.startswith(b"s3:"):
+            click.echo(access.warning if access.is_guessed else text, err=True)
+    return access
 
 
 def _console(stderr: bool) -> Console:

@@ -139,7 +139,8 @@ class Options:
         _require(isinstance(self.ray, str), "ray", self.ray, "a string")
         for name in ("endpoint_url", "region", "ca_bundle"):
             text = getattr(self, name)
-            _require(text is None or (isinstance(text, str) and text), name, text, "a string")
+            given = isinstance(text, str) and text != ""
+            _require(text is None or given, name, text, "a string that is not empty")
         if self.endpoint_url is not None:
             _require_endpoint(self.endpoint_url)
         _require(self.concurrency <= 4096, "concurrency", self.concurrency, "at most 4096 reads")
@@ -198,15 +199,16 @@ _SECONDS = ("start_timeout", "stall_seconds", "read_timeout", "request_timeout",
 
 
 def _require_endpoint(url: str) -> None:
-    """Raise unless a URL is ``http(s)://host[:port][/path]``. What else it holds is not repeated:
-    it may be a password."""
+    """Raise unless a URL is ``http(s)://host[:port][/path]``.
+
+    What else it holds is not repeated: it may be a password.
+    """
     try:
         parts = urlsplit(url)
-        fits = parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc
-        fits = fits and not parts.query and not parts.fragment and (parts.port or True)
+        bare = not (parts.query or parts.fragment or "@" in parts.netloc or parts.port == 0)
     except ValueError:
-        fits = False
-    if not fits:
+        bare = False
+    if not (bare and parts.scheme in ("http", "https") and parts.hostname):
         raise OptionError("endpoint_url: must be http://HOST:PORT or https://HOST[:PORT]")
 
 

@@ -23,7 +23,6 @@ from rayloader.errors import (
     StorageStalled,
     UsageError,
     chained,
-    printable,
 )
 from rayloader.launch import Launch
 from rayloader.limits import too_few_processes, too_little_address_space
@@ -132,13 +131,24 @@ class RemoteReader:
         names = files.keys if files is not None else None
         root = files.root if files is not None else b""
         sizes = files.sizes if files is not None else None
-        if files is not None and is_object(root) and not self._reads_objects:
-            raise UsageError(
-                f"a data set of files cannot read {printable(os.fsdecode(root))}: make another one "
-                "for objects, or one without a source for both"
-            )
+        if files is not None:
+            self._require_readable(files)
         self._channel.begin(request.generation)
         self._begun = self._owned.actor.begin_epoch.remote(request, names, root, sizes)
+
+    def _require_readable(self, files: Catalog) -> None:
+        """A reader of a catalog is a reader of files, or of objects.
+
+        Raises:
+            UsageError: the list is of the other kind.
+        """
+        known = self._catalog
+        if known is not None and is_object(known.root) != is_object(files.root):
+            mine, other = ("objects", "files") if is_object(known.root) else ("files", "objects")
+            raise UsageError(
+                f"the source of this data set has {mine}, and the list has {other}: make another "
+                "data set for them, or one without a source"
+            )
 
     def abandon(self, generation: int) -> None:
         """What was asked for is not wanted any more.

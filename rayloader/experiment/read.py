@@ -29,6 +29,8 @@ from rayloader.experiment.ranks import (
     Task,
 )
 from rayloader.plan import EpochPlan, Shard
+from rayloader.storage.access import Access
+from rayloader.storage.uri import is_object
 
 PEERS: tuple[Loader, ...] = ("torch-kept", "torch-respawned", "torch-in-process")
 """The ways to run torch's DataLoader that rayloader is compared with."""
@@ -228,9 +230,15 @@ def read(job: ReadJob, watch: Watch) -> ReadResult:
         RayloaderError: a rank has failed; all are ended.
     """
     began = time.perf_counter()
-    catalog = Catalog.from_source(job.source, progress=watch.listed)
+    access = Access.found(os.environ, job.options)
+    catalog = Catalog.from_source(job.source, progress=watch.listed, access=access)
     listed = time.perf_counter() - began
     _check_plan(job, catalog)
+    if job.compare and is_object(catalog.root):
+        raise OptionError(
+            "compare: torch's DataLoader reads files here, and this source has objects; "
+            "benchmarks/objects.py compares loaders of objects"
+        )
     fd = catalog.to_fd()
     try:
         results = tuple(_run(loader, job, catalog, fd, watch) for loader in job.loaders)

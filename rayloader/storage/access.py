@@ -18,6 +18,7 @@ from rayloader.errors import ChannelError, OptionError, UsageError
 
 DEFAULT_REGION = "us-east-1"
 _AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_AWS_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _AZURE = ("AZURE_", "S3DLIO_AZURE_")
 _LEAST_SECRET = 6
 """Shorter values are not blotted out of messages: they would take words with them [characters]."""
@@ -45,10 +46,12 @@ class Access:
     @property
     def destination(self) -> str:
         """Where requests go, in words."""
-        if self.endpoint:
-            return self.endpoint
-        region = self.region or DEFAULT_REGION
-        return f"https://s3.{region}.amazonaws.com"
+        return self.endpoint or f"https://s3.{self.region_in_force}.amazonaws.com"
+
+    @property
+    def region_in_force(self) -> str:
+        """What requests are signed for."""
+        return self.region or DEFAULT_REGION
 
     @property
     def is_guessed(self) -> bool:
@@ -59,7 +62,7 @@ class Access:
     def warning(self) -> str:
         """For whoever may not have meant Amazon."""
         return (
-            f"S3 requests go to {self.destination}, to Amazon: neither endpoint_url nor "
+            f"S3 requests go to Amazon ({self.destination}): neither endpoint_url nor "
             "AWS_ENDPOINT_URL is set, and no region"
         )
 
@@ -72,7 +75,7 @@ class Access:
     def found(cls, environ: Mapping[str, str], options: Options | None = None) -> Access:
         """What an environment says; what the options say wins over it."""
         options = options if options is not None else Options()
-        endpoint = options.endpoint_url or _first(environ, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+        endpoint = options.endpoint_url or _first(environ, *_AWS_ENDPOINTS)
         region = options.region or _first(environ, "AWS_REGION", "AWS_DEFAULT_REGION")
         secrets = {
             name: value
@@ -100,7 +103,7 @@ class Access:
             values["AWS_ENDPOINT_URL"] = self.endpoint
         if self.ca_bundle:
             values["AWS_CA_BUNDLE"] = self.ca_bundle
-        values["AWS_REGION"] = values["AWS_DEFAULT_REGION"] = self.region or DEFAULT_REGION
+        values["AWS_REGION"] = values["AWS_DEFAULT_REGION"] = self.region_in_force
         return values
 
     def blotted(self, text: str) -> str:

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rayloader.config import LISTINGS_AT_ONCE
-from rayloader.errors import OptionError, StorageError
-from rayloader.storage.access import DEFAULT_REGION, Access
+from rayloader.errors import OptionError
+from rayloader.storage.access import Access
 from rayloader.storage.listing import Glob
 from rayloader.storage.object_errors import no_credentials, of_botocore
 from rayloader.storage.uri import Location, location, root_of, shown
@@ -234,7 +234,7 @@ def _entries(answer: dict[str, Any]) -> Page:
 
 
 def _client(root: str, access: Access) -> Any:
-    """botocore's client for this endpoint: path style, as s3dlio has it.
+    """A client of botocore for this endpoint: path style, as s3dlio has it.
 
     Raises:
         OptionError: botocore is not installed.
@@ -253,7 +253,7 @@ def _client(root: str, access: Access) -> Any:
     return botocore.session.Session().create_client(
         "s3",
         endpoint_url=access.endpoint or None,
-        region_name=access.region or DEFAULT_REGION,
+        region_name=access.region_in_force,
         aws_access_key_id=access.secrets["AWS_ACCESS_KEY_ID"],
         aws_secret_access_key=access.secrets["AWS_SECRET_ACCESS_KEY"],
         aws_session_token=access.secrets.get("AWS_SESSION_TOKEN"),

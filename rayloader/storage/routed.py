@@ -15,24 +15,23 @@ from rayloader.storage.uri import is_object, scheme_of
 
 
 class RoutedStorage:
-    """Opens what the roots ask for, when they first do.
+    """Reads files, and objects as soon as there are any to read.
 
     For a reader that is told what to read epoch by epoch. The numbers of groups are shared.
+
+    Attributes:
+        engine: what reads files.
     """
 
     def __init__(self, spec: StorageSpec) -> None:
-        """Open nothing yet."""
+        """Open the storage of files; that of objects is opened when a root asks for it."""
         self._spec = spec
         self._served: dict[str, BulkReader] = {}
         self._of_group: dict[int, BulkReader] = {}
         self._memory: memoryview | None = None
         self._poll = select.epoll()
         self._closed = False
-
-    @property
-    def engine(self) -> str:
-        """What has read so far."""
-        return "+".join(storage.engine for storage in self._served.values())
+        self.engine = self._serving(b"/").engine
 
     def fileno(self) -> int:
         """See ``BulkReader``: readable while any of its storages is."""

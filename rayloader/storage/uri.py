@@ -17,14 +17,18 @@ OBJECT_ENGINE = "s3dlio"
 """… as its receipts name it."""
 FILE_SCHEMES = (b"file", b"direct")
 """Other names for paths of this machine; ``direct`` asks for O_DIRECT."""
+_GOOGLE = (
+    "s3dlio, as it is distributed, has no client for Google; its S3 interface can be read: "
+    "s3://BUCKET with endpoint_url='https://storage.googleapis.com' and HMAC keys"
+)
+_AISTORE = "AIStore has an S3 interface: s3://BUCKET with endpoint_url='http://HOST:PORT/s3'"
 _UNSERVED = {
-    b"gs": "the installed s3dlio has no Google Cloud Storage; its S3 interface works: "
-    "s3://bucket with endpoint_url='https://storage.googleapis.com' and HMAC keys",
-    b"gcs": "see gs://: s3://bucket with endpoint_url='https://storage.googleapis.com' and HMAC keys",
-    b"aistore": "AIStore has an S3 interface: s3://bucket with endpoint_url='http://HOST:PORT/s3'",
-    b"ais": "AIStore has an S3 interface: s3://bucket with endpoint_url='http://HOST:PORT/s3'",
+    b"gs": _GOOGLE,
+    b"gcs": _GOOGLE,
+    b"ais": _AISTORE,
+    b"aistore": _AISTORE,
     b"s3a": "write s3://",
-    b"abfss": "write az://account/container/path",
+    b"abfss": "write az://ACCOUNT/CONTAINER/PREFIX",
 }
 
 

@@ -21,6 +21,8 @@ FOREIGN = {
     "torch": {"dataset", "experiment"},
     "click": {"cli"},
     "rich": {"experiment", "cli"},
+    "s3dlio": {"storage"},
+    "botocore": {"storage"},
 }
 MODULES = [path for path in PACKAGE.rglob("*.py*") if path.suffix in (".py", ".pyi")]
 

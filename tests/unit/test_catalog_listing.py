@@ -338,7 +338,11 @@ ACCEPTED = r"give a directory, a glob, a list of paths, a Catalog or a saved cat
         ([], EmptyCatalog, "an empty list"),
         (np.array([], str), EmptyCatalog, "an empty list"),
         (Catalog.of_files([]), EmptyCatalog, "an empty catalog"),
-        ("s3://bucket/key", CatalogError, "^s3://bucket/key: no storage serves s3://$"),
+        (
+            "gs://bucket/key",
+            CatalogError,
+            "^gs://bucket/key: no storage serves gs://: .*s3://BUCKET",
+        ),
         (7, OptionError, "type int: must be a directory"),
         (None, OptionError, "type NoneType: must be a directory"),
         ({"a": 1}, OptionError, "type dict"),
