@@ -106,12 +106,12 @@ class ObjectNotFound(StorageError, FileNotFoundError):
     """The object does not exist."""
 
 
-class AccessDenied(StorageError, PermissionError):
-    """The object exists and may not be read."""
-
-
 class BucketNotFound(ObjectNotFound):
     """The bucket or container does not exist at this endpoint."""
+
+
+class AccessDenied(StorageError, PermissionError):
+    """The object exists and may not be read."""
 
 
 class CredentialsRejected(AccessDenied):

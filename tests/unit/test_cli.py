@@ -118,7 +118,7 @@ def test_generate_then_catalog_then_the_catalog_again(rayloader, tmp_path):
         (["read", "{tmp}/nothing"], "{tmp}/nothing: no such file or directory"),
         (["read", "{tmp}/empty"], "nothing to read in {tmp}/empty"),
         (["read", "{tmp}/*.jpeg"], "nothing to read in {tmp}/*.jpeg (a glob names files"),
-        (["read", "s3://bucket/train"], "no storage serves s3://"),
+        (["read", "gs://bucket/train"], "no storage serves gs://"),
         (["read", "{tmp}/some", "--batch-size", "0"], "batch_size=0: must be a whole number >= 1"),
         (["read", "{tmp}/some", "--batch-size", "x"], "'--batch-size': 'x' is not a valid integer"),
         (["read", "{tmp}/some", "--memory-bytes", "8Q"], "'8Q' is not a size such as"),
