@@ -69,9 +69,12 @@ class Ranks:
         """
         if self.size == 1:
             return
-        trace = "".join(traceback.format_exception(error))
-        notes = f"rayloader: rank {self.rank} ends all {self.size} ranks: {error}"
-        sys.stderr.write(f"{trace}{notes}\n")
+        lines = [f"rayloader: rank {self.rank} ends all {self.size} ranks: {error}"]
+        if isinstance(error, RayloaderError):  # its first line is complete in itself
+            lines += [f"  {note}" for note in getattr(error, "__notes__", [])]
+        else:
+            lines = [*traceback.format_exception(error), *lines]
+        sys.stderr.write("\n".join(lines) + "\n")
         sys.stderr.flush()
         self._world.Abort(1)
 

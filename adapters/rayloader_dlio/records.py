@@ -177,7 +177,8 @@ steps``: read before the first step that AU counts; ``resident_bytes_before`` by
     device = measure.device_bytes
     options, launch = session.settings.options, session.ranks.launch
     per_file = int(session.args.num_samples_per_file)
-    nominal = share.steps and len(share.files) * per_file * int(session.args.record_length)
+    batch_size = session.args.batch_size if epoch.train else session.args.batch_size_eval
+    nominal = share.steps * int(batch_size) * int(session.args.record_length)
     resident = epoch.resident
     return {
         **receipt,
@@ -189,7 +190,7 @@ steps``: read before the first step that AU counts; ``resident_bytes_before`` by
         "local_rank": launch.local_rank,
         "local_world_size": launch.local_world_size,
         "host": session.run.host,
-        "batch_size": int(session.args.batch_size if epoch.train else session.args.batch_size_eval),
+        "batch_size": int(batch_size),
         "num_samples_per_file": per_file,
         "steps_expected": share.steps,
         "steps_yielded": epoch.steps_yielded,

@@ -74,10 +74,23 @@ class Session:
         self.trained = 0
         """Training epochs that have ended."""
         self.steps = self._agree_on_steps()
-        with ranks.together(), _apart_from(args.data_folder) as self.apart:
-            self.dataset = RankDataset(options=self.settings.options, launch=ranks.launch).open()
-            atexit.register(self._at_exit)
-            self._require_room()
+        self.dataset = RankDataset(options=self.settings.options, launch=ranks.launch)
+        try:
+            with ranks.together(), _apart_from(args.data_folder) as self.apart:
+                self.dataset.open()
+                self._require_room()
+            self._prepare_account(environ)
+        except BaseException:
+            self.dataset.close()
+            rayloader.shutdown()
+            raise
+        atexit.register(self._at_exit)
+        if ranks.rank == 0:
+            self._introduce()
+
+    def _prepare_account(self, environ: Mapping[str, str]) -> None:
+        """Everything that records need, before the clock."""
+        args = self.args
         self._clerk = ThreadPoolExecutor(1, "rayloader-records")
         """Hashes names and writes records while DLIO goes on."""
         self._written: Future[None] | None = None
@@ -91,11 +104,9 @@ class Session:
         """When DLIO had its last batch of the reading before, and asked for no more [s]."""
         self.spent = 0.0
         """Of the time since then, what passed in here [s]."""
-        if ranks.rank == 0:
-            self._introduce()
 
     def begin(self, train: bool) -> tuple[int, Share]:
-        """Give the reader the list of the next epoch.
+        """Begin the next epoch of training or validation, as DLIO has assigned it by now.
 
         Returns:
             The reader's number of this epoch, and the share.
@@ -289,6 +300,8 @@ class Epoch:
         try:
             yield from self._read(called)
         except Exception as error:
+            part = "training" if self.train else "validation"
+            error.add_note(f"{part}, DLIO's epoch {self.number}, step {self.steps_yielded + 1}")
             self.session.ranks.abort(error)
             raise
         finally:
