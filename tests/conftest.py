@@ -6,5 +6,8 @@ from rayloader import launch
 
 for _name in set(os.environ) - set(launch.scrubbed(os.environ)):
     del os.environ[_name]
+CHOOSE_DLIO = ("RAYLOADER_DLIO", "RAYLOADER_DLIO_PYTHON")
+"""Options of the tests themselves: tests/dlio/harness.py."""
 for _name in [name for name in os.environ if name.startswith("RAYLOADER_")]:
-    del os.environ[_name]
+    if _name not in CHOOSE_DLIO:
+        del os.environ[_name]
