@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGES = ("rayloader", "ray", "torch", "numpy", "pyarrow", "spdl", "pandas")
 
 
-def describe(data: Path) -> dict[str, str]:
+def describe(data: Path, module: str = "posix") -> dict[str, str]:
     """The machine, the software, and the file system under ``data``."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -24,7 +24,7 @@ def describe(data: Path) -> dict[str, str]:
         "python": platform.python_version(),
         **{name: version for name in PACKAGES if (version := _version(name))},
         "commit": _commit(),
-        "command": " ".join(["python -m benchmarks.posix", *sys.argv[1:]]),
+        "command": " ".join([f"python -m benchmarks.{module}", *sys.argv[1:]]),
     }
 
 

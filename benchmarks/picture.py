@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from matplotlib.figure import Figure
 from benchmarks.report import figure
 
 OURS, YARDSTICK, PEER, FAINT, INK = "#0f7b6c", "#3b4252", "#b4bcc8", "#6b7280", "#1f2430"
+SMALLER_IS_BETTER = ("ms", "CPU s/GB")
+"""Units of which the least is drawn on top."""
 COLUMNS, BARS = 3, 9
 """Panels in a row, and bars in a panel that has room for more than one of each family."""
 STYLE: Any = {
@@ -48,6 +51,17 @@ def draw(record: dict[str, Any], path: Path) -> None:
         for name, title in PANELS
         if (found := _contenders(record["measures"], name))
     ]
+    title = (
+        "rayloader beside its peers: files delivered as tensors to a training loop, page cache hot"
+        " unless said"
+    )
+    draw_panels(panels, title, record, path)
+
+
+def draw_panels(
+    panels: Sequence[tuple[str, Contenders, str]], title: str, record: dict[str, Any], path: Path
+) -> None:
+    """Draw some panels: (title, contenders, unit) of each; nothing when there are none."""
     if not panels:
         return
     columns = min(COLUMNS, len(panels))
@@ -59,7 +73,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
             _bars(axes, *panel)
         for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
-        _captions(canvas, record)
+        _captions(canvas, title, record)
         canvas.savefig(path, dpi=140)
         plt.close(canvas)
 
@@ -93,7 +107,11 @@ def _chosen(measure: dict[str, Any] | None, fewest: int) -> Contenders:
 
 def _bars(axes: Axes, title: str, contenders: Contenders, unit: str) -> None:
     """Horizontal bars, best on top; whiskers from the slowest to the fastest round."""
-    ordered = sorted(contenders.items(), key=lambda item: item[1]["median"], reverse=unit != "ms")
+    ordered = sorted(
+        contenders.items(),
+        key=lambda item: item[1]["median"],
+        reverse=unit not in SMALLER_IS_BETTER,
+    )
     if all(seen["family"].startswith("rayloader") for _, seen in ordered):
         ordered = list(contenders.items())
     places = range(len(ordered))
@@ -148,11 +166,10 @@ def _colour(family: str) -> str:
     return YARDSTICK if family.startswith("c") else PEER
 
 
-def _captions(canvas: Figure, record: dict[str, Any]) -> None:
+def _captions(canvas: Figure, title: str, record: dict[str, Any]) -> None:
     facts = record["environment"]
     canvas.suptitle(
-        "rayloader beside its peers: files delivered as tensors to a training loop, page cache hot"
-        " unless said",
+        title,
         x=0.01,
         ha="left",
         fontsize=14,

@@ -11,7 +11,7 @@ RECORD = 4_000_000
 MEMORY = 8 << 20
 """A rank's bound [bytes]: a batch of 4 records would not fit."""
 EACH = [("train", epoch, rank) for epoch in range(1, EPOCHS + 1) for rank in range(RANKS)]
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ EACH = [("train", epoch, rank) for epoch in range(1, EPOCHS + 1) for rank in (0,
 EACH_EVAL = [("valid", epoch, rank) for _, epoch, rank in EACH]
 GAP = 0.020
 """Between two epochs, our part of it, at most [s]."""
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 def prepare(dlio, **words):
