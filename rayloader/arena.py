@@ -182,15 +182,12 @@ class Layout(NamedTuple):
 
     table: int
     """Bytes of the table, aligned like a sample [bytes]."""
-    ends: Int64s
-    """int64 [n]: where the room of sample i ends, from the batch's begin [bytes]."""
+    begins: Int64s
+    """int64 [n]: where sample i begins, from the batch's begin [bytes]."""
     rooms: Int64s
     """int64 [n]: the sample's size rounded up to the alignment [bytes]."""
-
-    @property
-    def length(self) -> int:
-        """Bytes in one piece [bytes]."""
-        return pages(int(self.ends[-1]) if len(self.ends) else self.table)
+    length: int
+    """All in one piece; whole pages [bytes]."""
 
 
 def lay_out(sizes: Int64s, alignment: int) -> Layout:
@@ -200,9 +197,33 @@ def lay_out(sizes: Int64s, alignment: int) -> Layout:
         sizes: int64 [n], the samples' sizes [bytes]; negative: needs no room.
         alignment: each sample begins at a multiple of this and has its size rounded up to it.
     """
+    if not len(sizes):
+        return Layout(_table_bytes(0, alignment), sizes, sizes, pages(_table_bytes(0, alignment)))
+    return lay_out_each(sizes, np.zeros(1, np.int64), alignment)[0]
+
+
+def lay_out_each(sizes: Int64s, starts: Int64s, alignment: int) -> list[Layout]:
+    """Lay out several batches.
+
+    Args:
+        sizes: int64 [n], of all their samples, one batch after the other [bytes].
+        starts: int64 [batches], where each batch's samples start in ``sizes``; none is empty.
+        alignment: as for :func:`lay_out`.
+    """
     rooms = _aligned(sizes, alignment)
-    table = _table_bytes(len(sizes), alignment)
-    return Layout(table, rooms.cumsum() + table, rooms)
+    counts = np.diff(starts, append=len(sizes))
+    tables = np.maximum(_aligned(8 * TABLE_COLUMNS * counts, alignment), alignment)
+    ends = rooms.cumsum()
+    before = ends[starts] - rooms[starts]
+    ends += np.repeat(tables - before, counts)
+    begins, last = ends - rooms, starts + counts
+    lengths = _aligned(ends[last - 1], PAGE)
+    return [
+        Layout(table, begins[low:high], rooms[low:high], length)
+        for table, low, high, length in zip(
+            tables.tolist(), starts.tolist(), last.tolist(), lengths.tolist(), strict=True
+        )
+    ]
 
 
 def reserve_batch(space: Space, layout: Layout) -> Room | None:
@@ -213,7 +234,7 @@ def reserve_batch(space: Space, layout: Layout) -> Room | None:
     """
     whole = space.reserve(layout.length)
     if whole is not None:
-        return Room([whole], whole.start, layout.ends - layout.rooms + whole.start)
+        return Room([whole], whole.start, layout.begins + whole.start)
     filled = np.flatnonzero(layout.rooms)
     pieces = space.reserve_each([layout.table, *layout.rooms[filled].tolist()])
     if pieces is None:
@@ -282,9 +303,9 @@ def _inside(starts: Int64s, sizes: Int64s, length: int) -> bool:
     """Whether all samples lie in the arena, or none was delivered."""
     if starts[0] == NOT_DELIVERED:
         return bool((starts == NOT_DELIVERED).all())
-    fits = 0 <= int(sizes.min()) <= int(sizes.max()) <= length
-    fits = fits and HEADER_BYTES <= int(starts.min()) <= int(starts.max()) <= length
-    return fits and int((starts + sizes).max()) <= length
+    if starts.min() < HEADER_BYTES or sizes.min() < 0 or max(starts.max(), sizes.max()) > length:
+        return False
+    return bool((starts + sizes).max() <= length)
 
 
 def table_bytes(samples: int) -> int:

@@ -27,6 +27,10 @@ RANGES_BYTES = 64 * MIB
 they get an eighth if that is less [bytes]."""
 LISTINGS_AT_ONCE = 16
 """Requests in flight while a bucket is listed [requests]."""
+LOOK_AHEAD_BYTES = 24 * MIB
+"""So much is being read at least, and no more while reads return at once [bytes]."""
+SIZES_REMEMBERED = 4_000_000
+"""A reader remembers the sizes of a catalog's entries when there are no more [entries]."""
 TABLES_BYTES = 4 * MIB
 """Least arena of a reader that drops the bytes: room for batches' tables only [bytes]."""
 

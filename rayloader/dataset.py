@@ -73,11 +73,12 @@ class Batch:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """Every sample in turn, made in one call where they lie one after the other."""
-        pieces = _pieces(self._places, self._sizes)
-        if pieces is None:
+        cut = _cut(self._places, self._sizes, self._data.numel())
+        if cut is None:
             return (self[index] for index in range(len(self)))
-        rest = self._data.numel() - sum(pieces)
-        return iter(self._data.split_with_sizes([*pieces, rest])[1:-1:2])
+        lengths, samples = cut
+        pieces = self._data.split_with_sizes(lengths)
+        return iter([pieces[i] for i in samples])
 
     def __repr__(self) -> str:
         return (
@@ -340,16 +341,25 @@ class RankDataset(IterableDataset[Batch]):
         self._loader.load_state(state)
 
 
-def _pieces(places: list[int], sizes: list[int]) -> list[int] | None:
-    """Lengths of gap, sample, gap, sample …; ``None`` where samples do not lie in their order."""
-    pieces: list[int] = []
+def _cut(places: list[int], sizes: list[int], length: int) -> tuple[list[int], list[int]] | None:
+    """How to cut ``length`` bytes so that each sample is a piece.
+
+    Returns:
+        The lengths of all pieces, and which of them are the samples; what lies between two is a
+        piece too. ``None`` where the samples do not lie in their order.
+    """
+    lengths: list[int] = []
+    samples: list[int] = []
     end = 0
     for place, size in zip(places, sizes, strict=True):
-        if place < end:
+        if place > end:
+            lengths.append(place - end)
+        elif place < end:
             return None
-        pieces += (place - end, size)
+        samples.append(len(lengths))
+        lengths.append(size)
         end = place + size
-    return pieces
+    return [*lengths, length - end], samples
 
 
 class _Batches(Iterator[Batch]):

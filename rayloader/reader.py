@@ -7,6 +7,9 @@ One thread drives it and nothing in it blocks. Each batch of the plan goes throu
      its sizes     room in      arrive in    its turn     taken and dropped it
      asked for     the arena    the arena
 
+A batch whose sizes are known, from the catalog or from an earlier epoch, begins as MEASURED; if
+one proves wrong, it goes back to MEASURING.
+
 Room is given strictly in the plan's order: whatever holds room can complete without any more of
 it, so a full arena always drains. No ray and no torch in here.
 """
@@ -24,9 +27,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rayloader import arena
-from rayloader.arena import NOT_DELIVERED, Int64s, Room, Space
+from rayloader.arena import NOT_DELIVERED, Int64s, Layout, Room, Space
+from rayloader.batches import Sizes, planned
 from rayloader.catalog import Catalog
-from rayloader.config import PAGE, RANGES_BYTES, Options
+from rayloader.config import LOOK_AHEAD_BYTES, PAGE, RANGES_BYTES, Options
 from rayloader.errors import (
     BatchTooLarge,
     RayloaderError,
@@ -36,13 +40,13 @@ from rayloader.errors import (
     printable,
 )
 from rayloader.plan import EpochPlan, ListPlan
-from rayloader.receipt import Fingerprint, Hashes, Skipped, name_hashes
+from rayloader.receipt import Fingerprint, Hashes, Skipped
 from rayloader.storage import BulkReader, Counters, Keys, Progress
 from rayloader.storage.uri import is_object
 
 CACHE_LINE = 64
 _NOT_WANTED = -2
-_NAMES_AT_ONCE = 1024
+_WATCH_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,15 +121,18 @@ class _Stage(enum.Enum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Batch:
-    group: int
     step: int
     entries: Int64s
     keys: Keys
     hashes: Hashes
-    listed: Int64s | None
-    """What the catalog has for sizes."""
-    stage: _Stage = _Stage.MEASURING
-    sizes: Int64s = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    names: Fingerprint
+    sizes: Int64s
+    layout: Layout | None
+    nbytes: int
+    expected: bool
+    """The sizes are known from before; nobody has measured."""
+    stage: _Stage = _Stage.MEASURED
+    group: int = 0
     room: Room | None = None
     reads: int = 0
     failures: dict[int, StorageError] = dataclasses.field(default_factory=dict)
@@ -149,6 +156,9 @@ class Reader:
         self._early_releases: set[_Lease] = set()
         self._generation = 0
         self._request: Request | None = None
+        self._sizes = Sizes()
+        self._watched = 0.0
+        """When reads that do not return were last looked for (``time.monotonic``) [s]."""
         self._forget_epoch()
         self._statistics = _Statistics(storage, memory)
 
@@ -171,7 +181,8 @@ class Reader:
         self._request = request
         self._generation = request.generation
         self._root = catalog.root
-        self._planned = _planned(request, catalog)
+        self._sizes.turn_to(catalog)
+        self._planned = planned(_missing(request), catalog, self._sizes, self._alignment)
         self._skipped = request.skipped
         self._early_releases.clear()
         self._statistics.begin(request.generation)
@@ -219,11 +230,19 @@ class Reader:
         if self._request is None:
             return []
         outcomes = self._send()
-        for step in (self._place, self._measure, self._watch, self._finish):
+        for step in (self._prepare, self._watch, self._finish):
             if self._request is not None:
                 outcomes += step()
         self._statistics.publish(done=self._request is None)
         return outcomes
+
+    @property
+    def sated(self) -> bool:
+        """True while as much is being read as can be of use.
+
+        Whatever the trainer says can then wait until some of it has come.
+        """
+        return self._fetching > 0 and self._sated
 
     @property
     def settling(self) -> bool:
@@ -242,7 +261,7 @@ class Reader:
         self._by_group.clear()
         self._unplaced.clear()
         self._unsent.clear()
-        self._fetching = 0
+        self._fetching = self._fetching_bytes = 0
 
     def _forget_epoch(self) -> None:
         self._request = None
@@ -251,8 +270,8 @@ class Reader:
         self._unsent: collections.deque[_Batch] = collections.deque()
         self._sent: dict[int, tuple[int, Room]] = {}
         self._sent_count = self._taken = 0
-        self._fetching = 0
-        self._planned_all = False
+        self._fetching = self._fetching_bytes = 0
+        self._planned_all = self._sated = False
         self._blocked = False
         self._warned = False
 
@@ -260,44 +279,114 @@ class Reader:
         batch = self._by_group.get(progress.group)
         if batch is None:
             return
-        batch.failures.update(progress.failures)
         if batch.stage is _Stage.MEASURING:
-            batch.sizes = progress.sizes
+            batch.failures.update(progress.failures)
+            batch.sizes, batch.layout = progress.sizes, None
+            batch.nbytes = int(np.maximum(batch.sizes, 0).sum())
             batch.stage = _Stage.MEASURED
+            self._sizes.learn(batch.entries, batch.sizes)
+            return
+        del self._by_group[progress.group]
+        self._fetched(batch)
+        if batch.expected and _other_sizes(batch, progress):
+            self._measure_again(batch)
         else:
-            batch.stage = _Stage.COMPLETE
-            self._fetching -= batch.reads
-            del self._by_group[progress.group]
+            batch.failures.update(progress.failures)
 
-    def _measure(self) -> list[Outcome]:
-        """Open files ahead: enough to keep every read busy, no more descriptors than that."""
+    def _fetched(self, batch: _Batch) -> None:
+        batch.stage = _Stage.COMPLETE
+        self._fetching -= batch.reads
+        self._fetching_bytes -= batch.nbytes
+
+    def _measure(self, batch: _Batch) -> None:
+        self._groups += 1
+        batch.group = self._groups
+        batch.stage, batch.expected = _Stage.MEASURING, False
+        batch.failures.clear()
+        self._by_group[batch.group] = batch
+        self._storage.measure(batch.group, self._root, batch.keys)
+
+    def _measure_again(self, changed: _Batch) -> None:
+        """Some sizes are not what they were.
+
+        Room goes in the plan's order, so whatever has got room after this batch gives it back.
+        """
+        self._sizes.forget(changed.entries)
+        for batch in itertools.dropwhile(lambda one: one is not changed, self._unsent):
+            if batch.room is not None:
+                self._take_back(batch)
+        self._measure(changed)
+        self._unplaced = collections.deque(b for b in self._unsent if b.room is None)
+
+    def _take_back(self, batch: _Batch) -> None:
+        """Undo that a batch was placed."""
+        room, batch.room = batch.room, None
+        assert room is not None
+        if batch.stage is _Stage.FETCHING:
+            self._storage.discard(batch.group)
+            del self._by_group[batch.group]
+            self._fetched(batch)
+            self._quarantine.append((batch.group, room))
+        else:
+            self._free(room)
+        if batch.expected:
+            batch.stage = _Stage.MEASURED
+            batch.failures.clear()
+        else:
+            self._measure(batch)
+
+    def _prepare(self) -> list[Outcome]:
+        """Have as much read, and as many files opened ahead, as can be of use."""
+        while True:
+            outcomes = self._place()
+            if outcomes or not self._plan_one():
+                return outcomes
+
+    def _plan_one(self) -> bool:
+        """Take the next batch of the plan, unless enough files are open; True if there was one."""
         opened = sum(len(batch.entries) for batch in self._unplaced)
-        ahead = len(self._unsent) + self._sent_count - self._taken
+        if opened >= 2 * self._concurrency or not self._may_read_ahead():
+            return False
+        one = next(self._planned, None)
+        if one is None:
+            self._planned_all = True
+            return False
+        batch = _Batch(*one)
+        self._unplaced.append(batch)
+        self._unsent.append(batch)
+        if not batch.expected:
+            self._measure(batch)
+        return True
+
+    def _may_read_ahead(self) -> bool:
         limit = self._options.read_ahead_batches
-        if limit == 0:  # one that was asked for: the trainer says that it took a batch when it
-            limit = 1  # wants the next
-        while opened < 2 * self._concurrency and (limit is None or ahead < limit):
-            planned = next(self._planned, None)
-            if planned is None:
-                self._planned_all = True
-                break
-            self._groups += 1
-            batch = _Batch(self._groups, *planned)
-            self._by_group[batch.group] = batch
-            self._unplaced.append(batch)
-            self._unsent.append(batch)
-            self._storage.measure(batch.group, self._root, batch.keys, batch.listed)
-            opened += len(batch.entries)
-            ahead += 1
-        return []
+        if limit is None:
+            return True
+        # With 0, one that was asked for: the trainer says that it took a batch when it wants the
+        # next.
+        return len(self._unsent) + self._sent_count - self._taken < max(1, limit)
+
+    def _enough(self) -> bool:
+        """As much is being read as can be of use.
+
+        What is read from the page cache is still in the CPU's cache when the trainer takes it,
+        unless too much else is read in between.
+        """
+        if self._fetching >= 2 * self._concurrency:
+            return True
+        return self._fetching_bytes >= LOOK_AHEAD_BYTES and self._storage.returns_at_once()
 
     def _place(self) -> list[Outcome]:
         """Give room to measured batches, in order, and read them."""
-        while self._unplaced and self._fetching < 2 * self._concurrency:
+        self._sated = False
+        while self._unplaced:
+            if self._enough():
+                self._sated = True
+                break
             batch = self._unplaced[0]
             if batch.stage is not _Stage.MEASURED:
                 break
-            layout = arena.lay_out(self._wanted(batch), self._alignment)
+            layout = self._layout(batch)
             if layout.length > self._space.capacity:
                 if self._unsent[0] is not batch:
                     break  # those before it are delivered first
@@ -308,13 +397,14 @@ class Reader:
             self._blocked = False
             self._unplaced.popleft()
             self._fetch(batch)
+        self._sated |= self._planned_all and not self._unplaced
         return []
 
-    def _wanted(self, batch: _Batch) -> Int64s:
-        """The sizes that need room: none of a batch that is dropped or has already failed."""
+    def _layout(self, batch: _Batch) -> Layout:
+        """How it is to lie; a batch that is dropped or has already failed needs a table only."""
         if not self._options.deliver or (batch.failures and self._options.on_error == "raise"):
-            return np.full(len(batch.sizes), -1, np.int64)
-        return batch.sizes
+            return arena.lay_out(np.full(len(batch.sizes), -1, np.int64), self._alignment)
+        return batch.layout or arena.lay_out(batch.sizes, self._alignment)
 
     def _fetch(self, batch: _Batch) -> None:
         assert batch.room is not None
@@ -322,10 +412,18 @@ class Reader:
         if batch.failures:
             ends = self._options.on_error == "raise"
             places = np.where((batch.sizes < 0) | ends, _NOT_WANTED, places)
+        places = np.ascontiguousarray(places, np.int64)
         batch.reads = self._reads(batch.sizes)
         batch.stage = _Stage.FETCHING
         self._fetching += batch.reads
-        self._storage.fetch(batch.group, np.ascontiguousarray(places, np.int64))
+        self._fetching_bytes += batch.nbytes
+        if not batch.expected:
+            self._storage.fetch(batch.group, places)
+            return
+        self._groups += 1
+        batch.group = self._groups
+        self._by_group[batch.group] = batch
+        self._storage.read(batch.group, self._root, batch.keys, batch.sizes, places)
 
     def _reads(self, sizes: Int64s) -> int:
         """Requests that the storage will make for objects of these sizes [reads]."""
@@ -383,8 +481,8 @@ class Reader:
             room.table_at,
             room.extents[0].length if len(room.extents) == 1 else 0,
             len(sizes),
-            int(sizes.sum()),
-            Fingerprint.of(batch.hashes),
+            batch.nbytes,
+            batch.names,
             skipped,
         )
 
@@ -396,7 +494,8 @@ class Reader:
         room = self._give_back(batch.room, ~keep)
         batch.room = room._replace(places=room.places[keep])
         batch.sizes, batch.entries = batch.sizes[keep], batch.entries[keep]
-        batch.hashes = batch.hashes[keep]
+        batch.names = Fingerprint.of(batch.hashes[keep])
+        batch.nbytes = int(batch.sizes.sum())
 
     def _give_back(self, room: Room, failed: np.ndarray) -> Room:
         """Free the extents of samples that failed after they had got room of their own."""
@@ -450,6 +549,10 @@ class Reader:
 
     def _watch(self) -> list[Outcome]:
         """Warn of a read that does not return, and give up on it in the end."""
+        now = time.monotonic()
+        if now - self._watched < _WATCH_SECONDS:
+            return []
+        self._watched = now
         age, key = self._storage.oldest_read()
         if age > self._options.read_timeout and self._unsent:
             stalled = StorageStalled(key, f"no answer from the storage for {age:.0f} s")
@@ -475,6 +578,12 @@ class Reader:
         for extent in room.extents:
             self._space.release(extent)
         self._blocked = False
+
+
+def _other_sizes(batch: _Batch, progress: Progress) -> bool:
+    """Something could be read but for its size."""
+    read = progress.sizes >= 0
+    return bool((progress.sizes[read] != batch.sizes[read]).any())
 
 
 class _Statistics:
@@ -576,30 +685,11 @@ class ReaderCounts(NamedTuple):
         return cls(**head, latency=page[_HEAD:_COUNTS].copy())
 
 
-def _planned(
-    request: Request, catalog: Catalog
-) -> Iterator[tuple[int, Int64s, Keys, Hashes, Int64s | None]]:
-    """The batches to read: their steps, entries, names, the names' hashes and listed sizes.
-
-    Names are looked up for some batches at once, because each look-up has a fixed cost; the first
-    batch alone, because the trainer waits for it.
-    """
+def _missing(request: Request) -> Iterator[tuple[int, Int64s]]:
+    """The steps that the trainer does not have yet, and their entries."""
     steps = range(request.first_step, request.plan.steps)
     batches = zip(steps, request.plan.batches(steps.start, steps.stop), strict=True)
-    missing = (batch for batch in batches if batch[0] not in request.delivered)
-    at_once = 1
-    while block := list(itertools.islice(missing, at_once)):
-        blob, offsets = catalog.blob_at(np.concatenate([entries for _, entries in block]))
-        hashes = name_hashes(blob, offsets)
-        first = 0
-        for step, entries in block:
-            last = first + len(entries)
-            start, end = int(offsets[first]), int(offsets[last])
-            keys = Keys(blob[start:end], offsets[first : last + 1] - start)
-            listed = catalog.sizes[entries] if catalog.sizes is not None else None
-            yield step, entries, keys, hashes[first:last], listed
-            first = last
-        at_once = max(1, _NAMES_AT_ONCE // len(block[0][1]))
+    return (batch for batch in batches if batch[0] not in request.delivered)
 
 
 def _nowhere(samples: int) -> Int64s:

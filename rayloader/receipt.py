@@ -32,6 +32,21 @@ class Fingerprint(NamedTuple):
         powers = _powers(_ORDER_BASE, len(hashes))[::-1]
         return cls(len(hashes), int(hashes.sum()), int((hashes * powers).sum()))
 
+    @classmethod
+    def of_each(cls, hashes: Hashes, starts: npt.NDArray[np.int64]) -> list[Fingerprint]:
+        """The fingerprints of several lists of names, one after the other in ``hashes``.
+
+        Args:
+            hashes: uint64 [n], of all names.
+            starts: int64 [lists], where each list starts; none is empty.
+        """
+        counts = np.diff(starts, append=len(hashes))
+        after = np.repeat(starts + counts, counts) - np.arange(len(hashes)) - 1
+        powers = _powers(_ORDER_BASE, int(counts.max()))[after]
+        contents = np.add.reduceat(hashes, starts).tolist()
+        orders = np.add.reduceat(hashes * powers, starts).tolist()
+        return [cls(*one) for one in zip(counts.tolist(), contents, orders, strict=True)]
+
     def then(self, later: Fingerprint) -> Fingerprint:
         """The fingerprint of these names followed by ``later``'s."""
         shifted = self.order * pow(_ORDER_BASE, later.names, 1 << 64)

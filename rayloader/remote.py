@@ -128,13 +128,14 @@ class RemoteReader:
         """
         if self._owned.channel is None:
             self._replace()
-        names = files.keys if files is not None else None
-        root = files.root if files is not None else b""
-        sizes = files.sizes if files is not None else None
         if files is not None:
             self._require_readable(files)
-        self._channel.begin(request.generation)
-        self._begun = self._owned.actor.begin_epoch.remote(request, names, root, sizes)
+        self._begun = None
+        if not self._channel.begin(request):
+            names = files.keys if files is not None else None
+            root = files.root if files is not None else b""
+            sizes = files.sizes if files is not None else None
+            self._begun = self._owned.actor.begin_epoch.remote(request, names, root, sizes)
 
     def _require_readable(self, files: Catalog) -> None:
         """A reader of a catalog is a reader of files, or of objects.
@@ -156,7 +157,7 @@ class RemoteReader:
         Raises:
             ReaderGone: there is no reader to tell.
         """
-        self._channel.begin(generation)
+        self._channel.abandon(generation)
 
     def receive(self) -> Delivery | Ended | Warned:
         """Wait for the next thing; see :meth:`~rayloader.channel.Channel.receive`."""
@@ -283,7 +284,9 @@ class RemoteReader:
         """A request that the reader refused must not be waited for."""
         import ray
 
-        if not ray.is_initialized() or not ray.wait([self._begun], timeout=0)[0]:
+        if self._begun is None or not ray.is_initialized():
+            return
+        if not ray.wait([self._begun], timeout=0)[0]:
             return
         try:
             ray.get(self._begun)

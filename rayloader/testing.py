@@ -145,6 +145,18 @@ class Reading:
         fetched = self.wait(group)
         return [self.at(p, s) for p, s in zip(places, progress.sizes, strict=True)], fetched
 
+    def read_at_once(
+        self,
+        root: bytes,
+        keys: Sequence[bytes],
+        sizes: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+    ) -> Progress:
+        """Read a group whose sizes are known; what came of it."""
+        self._groups += 1
+        self.storage.read(self._groups, root, Keys.of(keys), sizes, places)
+        return self.wait(self._groups)
+
     def at(self, place: int, size: int) -> bytes:
         """Some bytes of the memory."""
         return self.arena[place : place + size].tobytes()
@@ -208,6 +220,12 @@ class AnyOrder:
         if state == "free":
             self._objects[group] = self._random.integers(0, len(self._sizes), 6).tolist()
             keys = Keys.of([b"r%d" % i for i in self._objects[group]])
+            if action % 2:
+                sizes = np.array([self._sizes[i] for i in self._objects[group]])
+                self._places[group] = self._some_places(group, sizes)
+                self._storage.read(group, self._root, keys, sizes, self._places[group])
+                self._state[group] = "fetching"
+                return
             self._storage.measure(group, self._root, keys)
             self._state[group] = "measuring"
         elif action == 0 and state != "discarded":
@@ -217,12 +235,15 @@ class AnyOrder:
             self._storage.set_concurrency(int(self._random.integers(1, 20)))
         elif state == "measured":
             sizes = np.array([self._sizes[i] for i in self._objects[group]])
-            places = packed(sizes, first=group * self.ROOM)
-            choice = self._random.integers(0, 8, len(places))
-            places = np.where((choice == 0) & (sizes >= 0), DROP, places)
-            self._places[group] = np.where(choice == 1, SKIP, places)
+            self._places[group] = self._some_places(group, sizes)
             self._storage.fetch(group, self._places[group])
             self._state[group] = "fetching"
+
+    def _some_places(self, group: int, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        places = packed(sizes, first=group * self.ROOM)
+        choice = self._random.integers(0, 8, len(places))
+        places = np.where((choice == 0) & (sizes >= 0), DROP, places)
+        return np.where(choice == 1, SKIP, places).astype(np.int64)
 
     def _collect(self, timeout: float) -> None:
         self._reading.readable(timeout)
@@ -404,6 +425,95 @@ class BulkReaderContract(_Opens):
         assert fetched.failures == {}
         assert reading.storage.counters().bytes_transferred == 5000
         assert reading.at(0, 5000) == content("b", 5000)
+
+    # In one step, where the sizes are known
+
+    def test_objects_of_known_sizes_are_read_in_one_step(
+        self, site: Site, opened: Callable[..., Reading]
+    ) -> None:
+        keys = [b"size-%d" % size for size in SIZES]
+        for key, size in zip(keys, SIZES, strict=True):
+            site.put(key, content(key, size))
+        reading = opened()
+        sizes = np.array(SIZES, np.int64)
+        places = packed(sizes)
+        fetched = reading.read_at_once(site.root, keys, sizes, places)
+        assert not fetched.failures
+        assert fetched.sizes.tolist() == SIZES
+        for key, place, size in zip(keys, places, SIZES, strict=True):
+            assert reading.at(int(place), size) == content(key, size)
+
+    @pytest.mark.parametrize("now", [0, 100, PART - 7, 2 * PART + 1, 5 * PART])
+    def test_an_object_of_another_size_is_told_and_not_read(
+        self, site: Site, opened: Callable[..., Reading], now: int
+    ) -> None:
+        site.put(b"same", content("same", 3000))
+        site.put(b"other", content("other", now))
+        reading = opened()
+        for expected in (0, 99, 3 * PART):
+            reading.arena[:] = Reading.PATTERN
+            sizes = np.array([3000, expected], np.int64)
+            fetched = reading.read_at_once(
+                site.root, [b"same", b"other"], sizes, packed(sizes, first=PAGE)
+            )
+            assert not fetched.failures
+            assert fetched.sizes.tolist() == [3000, now] or now == expected
+            assert reading.at(PAGE, 3000) == content("same", 3000)
+            if now != expected:
+                assert reading.untouched(2 * PAGE)
+
+    def test_a_read_in_one_step_fails_by_name_and_alone(
+        self, site: Site, opened: Callable[..., Reading]
+    ) -> None:
+        site.put(b"there", content("there", 3000))
+        reading = opened()
+        sizes = np.array([3000, 10, 0, 10 * PART], np.int64)
+        keys = [b"there", b"gone", b"gone too", b"and this"]
+        fetched = reading.read_at_once(site.root, keys, sizes, packed(sizes))
+        assert sorted(fetched.failures) == [1, 2, 3]
+        assert all(type(error) is ObjectNotFound for error in fetched.failures.values())
+        assert fetched.sizes.tolist() == [3000, -1, -1, -1]
+        assert reading.at(0, 3000) == content("there", 3000)
+
+    def test_a_read_in_one_step_may_drop_and_skip(
+        self, site: Site, opened: Callable[..., Reading]
+    ) -> None:
+        for key in (b"a", b"b", b"c"):
+            site.put(key, content(key, 5000))
+        reading = opened()
+        sizes = np.array([5000, 5000, -1], np.int64)
+        places = np.array([DROP, 0, SKIP], np.int64)
+        fetched = reading.read_at_once(site.root, [b"a", b"b", b"c"], sizes, places)
+        assert fetched.sizes.tolist() == [5000, 5000, -1]
+        assert not fetched.failures
+        assert reading.at(0, 5000) == content("b", 5000)
+        assert reading.untouched(5000)
+        assert reading.storage.counters().bytes_transferred == 10000
+
+    def test_a_read_in_one_step_needs_a_size_and_room_for_each(
+        self, site: Site, opened: Callable[..., Reading]
+    ) -> None:
+        site.put(b"a", b"aaa")
+        reading = opened()
+        last = len(reading.arena)
+        for sizes, places in (
+            ([-1], [0]),
+            ([3], [last - 2]),
+            ([3], [-7]),
+            ([3, 3], [0]),
+            ([3], [0, 3]),
+        ):
+            with pytest.raises(UsageError):
+                reading.storage.read(
+                    9,
+                    site.root,
+                    Keys.of([b"a"]),
+                    np.array(sizes, np.int64),
+                    np.array(places, np.int64),
+                )
+        assert reading.untouched(0)
+        fetched = reading.read_at_once(site.root, [b"a"], np.array([3]), np.array([0]))
+        assert fetched.sizes.tolist() == [3]
 
     # What goes wrong
 

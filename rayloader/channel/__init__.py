@@ -18,7 +18,7 @@ import numpy as np
 
 from rayloader.arena import Int64s
 from rayloader.errors import ChannelError
-from rayloader.reader import Ended, ReaderCounts, Warned
+from rayloader.reader import Ended, ReaderCounts, Request, Warned
 from rayloader.receipt import Fingerprint, Skipped
 
 
@@ -95,8 +95,23 @@ class Channel(Protocol):
     welcome: dict[str, Any]
     """What the reader said of itself: ``pid``, ``engine``, ``affinity``."""
 
-    def begin(self, generation: int) -> None:
-        """What comes from now on belongs to this request."""
+    def begin(self, request: Request) -> bool:
+        """What comes from now on belongs to this request.
+
+        Returns:
+            True when the request itself went along, False when the actor must be called with it.
+
+        Raises:
+            ReaderGone: there is nobody to tell.
+        """
+        ...
+
+    def abandon(self, generation: int) -> None:
+        """All requests before this one are not wanted any more.
+
+        Raises:
+            ReaderGone: there is nobody to tell.
+        """
         ...
 
     def receive(self, on_wait: Callable[[], None]) -> Delivery | Ended | Warned:

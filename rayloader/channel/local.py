@@ -8,6 +8,7 @@ import json
 import os
 import select
 import socket
+import struct
 import time
 import weakref
 from collections.abc import Callable
@@ -23,16 +24,19 @@ from rayloader.channel.wire import (
     PROTOCOL_VERSION,
     Kind,
     pack,
+    pack_request,
     peer,
     unpack,
     unpickled,
 )
 from rayloader.config import ROOM_SECONDS
 from rayloader.errors import BatchTooLarge, ChannelError
-from rayloader.reader import Ended, ReaderCounts, Warned
+from rayloader.reader import Ended, ReaderCounts, Request, Warned
 from rayloader.receipt import Fingerprint, Skipped
 from rayloader.storage.access import Access
 
+_WAIT = struct.pack("@ll", 1, 0)
+"""How long one receive waits, as a ``timeval`` [s, µs]."""
 _CRASH_LINES = 16
 """Of a crashed reader's traceback, at most so much is shown [lines]."""
 
@@ -217,9 +221,8 @@ class LocalChannel:
             self._process = ReaderProcess(pid)
             self.welcome = self._greet(catalog_fd, access)
             self._connection.settimeout(None)
-            self._poll = select.poll()
-            self._poll.register(self._connection, select.POLLIN)
-            self._poll.register(self._process.pidfd, select.POLLIN)
+            # One system call waits and receives; a timeout of Python's would make it two.
+            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _WAIT)
             for held in memory.connect(self._connection):
                 self._say(Kind.HELD, *held)
         except BaseException:
@@ -228,10 +231,19 @@ class LocalChannel:
             raise
         _OPEN_CHANNELS.add(self)
 
-    def begin(self, generation: int) -> None:
-        """What comes from now on belongs to this request."""
+    def begin(self, request: Request) -> bool:
+        """What comes from now on belongs to this request; a share of the catalog goes along."""
+        payload = pack_request(request)
+        self._begin(request.generation, payload)
+        return bool(payload)
+
+    def abandon(self, generation: int) -> None:
+        """Have the reader leave what is older."""
+        self._begin(generation, b"")
+
+    def _begin(self, generation: int, payload: bytes) -> None:
         self._memory.sweep()
-        self._say(Kind.BEGIN, generation, self._taken)
+        self._say(Kind.BEGIN, generation, self._taken, payload=payload)
         self._generation, self._taken, self._blocked = generation, 0, None
         self._untold = False
         self._skipped = []
@@ -308,9 +320,9 @@ class LocalChannel:
         except (ValueError, TypeError, KeyError) as wrong:
             raise ChannelError(f"the reader's WELCOME makes no sense: {wrong!r}") from wrong
 
-    def _say(self, kind: Kind, *fields: int) -> None:
+    def _say(self, kind: Kind, *fields: int, payload: bytes = b"") -> None:
         """Tell the reader; one that is stopped takes nothing and must not be waited for."""
-        packet = pack(kind, *fields)
+        packet = pack(kind, *fields, payload=payload)
         while True:
             try:
                 self._connection.send(packet, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -330,9 +342,9 @@ class LocalChannel:
     def _next_packet(self, on_wait: Callable[[], None]) -> tuple[Kind, tuple[int, ...], bytes]:
         while True:
             try:
-                length = self._connection.recv_into(self._buffer, flags=socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                self._wait(on_wait)
+                length = self._connection.recv_into(self._buffer)
+            except BlockingIOError:  # nothing came within _WAIT
+                self._look_around(on_wait)
                 continue
             except OSError as gone:
                 raise ReaderGone(f"the reader's socket broke ({gone.strerror})") from gone
@@ -346,17 +358,14 @@ class LocalChannel:
                 raise _crashed(payload.decode(errors="replace"))
             return kind, fields, payload
 
-    def _wait(self, on_wait: Callable[[], None]) -> None:
+    def _look_around(self, on_wait: Callable[[], None]) -> None:
+        """Nothing has come for a while. The reader's death ends its socket, or shows here."""
         assert self._process is not None
-        ready = self._poll.poll(self._POLL_SECONDS * 1000)
-        if not ready:
-            self._process.require_running()
-            self._memory.sweep()
-            self._memory.flush()
-            self._require_room()
-            on_wait()
-        elif all(fd == self._process.pidfd for fd, _ in ready):
-            raise ReaderGone("the reader's process has died")
+        self._process.require_running()
+        self._memory.sweep()
+        self._memory.flush()
+        self._require_room()
+        on_wait()
 
     def _take(self, fields: tuple[int, ...]) -> Delivery:
         generation, step, table_at, length, samples, nbytes, content, order = fields

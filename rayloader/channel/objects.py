@@ -14,7 +14,7 @@ from rayloader.arena import Int64s
 from rayloader.channel import Delivery, ReaderGone, ReaderProcess
 from rayloader.channel.serve import Fetched
 from rayloader.errors import ChannelError, chained
-from rayloader.reader import Blocked, Ended, Failed, ReaderCounts, Ready, Warned
+from rayloader.reader import Blocked, Ended, Failed, ReaderCounts, Ready, Request, Warned
 
 
 class RayChannel:
@@ -44,8 +44,13 @@ class RayChannel:
         self._asked = 0
         self._page: Int64s | None = None
 
-    def begin(self, generation: int) -> None:
+    def begin(self, request: Request) -> bool:
         """What comes from now on belongs to this request."""
+        self.abandon(request.generation)
+        return False
+
+    def abandon(self, generation: int) -> None:
+        """Have the reader leave what is older."""
         self._generation, self._asked = generation, 0
         self._actor.abandon.remote(generation)
         self._forget_calls()

@@ -10,7 +10,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +29,7 @@ from rayloader.channel.wire import (
     peer,
     pickled,
     unpack,
+    unpack_request,
 )
 from rayloader.config import Options
 from rayloader.errors import ChannelError, RayloaderError
@@ -40,11 +41,20 @@ class Link(Protocol):
     """Where a reader's outcomes go and a trainer's words come from."""
 
     def descriptors(self) -> list[tuple[int, int]]:
-        """(descriptor, poll events) to wait for."""
+        """(descriptor, poll events) to wait for; what is said makes one readable."""
         ...
 
-    def listen(self, reader: Reader) -> bool:
-        """Pass on what the trainer said; False when the trainer is gone."""
+    def listen(self, reader: Reader, ready: Container[int]) -> bool:
+        """Pass on what the trainer said; False when the trainer is gone.
+
+        Args:
+            reader: to pass it on to.
+            ready: those of ``descriptors`` that something happened to.
+        """
+        ...
+
+    def asked(self) -> Request | None:
+        """A request that came with the trainer's words, once."""
         ...
 
     def expects(self, generation: int) -> bool:
@@ -64,6 +74,7 @@ class ReaderLoop:
     """Drives one reader: waits for the storage, the trainer and the actor's calls at once."""
 
     _SETTLING_SECONDS = 0.005
+    _SATED_SECONDS = 0.02
     _WATCH_SECONDS = 1.0
 
     def __init__(
@@ -71,10 +82,12 @@ class ReaderLoop:
     ) -> None:
         """Drive ``reader`` with ``link``; ``catalog`` is what plans without a list refer to."""
         self._reader = reader
-        self._storage_fd = storage_fd
         self._catalog = catalog
         self._link = link
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.poll()
+        for fd in (self._wake, storage_fd):
+            self._poll.register(fd, select.POLLIN)
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._waiting: tuple[Request, Catalog] | None = None
         self.generation = 0
@@ -96,32 +109,43 @@ class ReaderLoop:
 
     def begin(self, request: Request, files: Catalog | None) -> None:
         """Have the loop begin an epoch; from any thread."""
-        catalog = files if files is not None else self._catalog
-        if catalog is None:
-            raise ChannelError("the request names no files and the reader has no catalog")
+        catalog = files if files is not None else self._known_catalog()
         self.call(lambda: self._accept(request, catalog))
 
     def run(self) -> None:
         """Work until the trainer is gone."""
         while True:
-            self._wait()
-            if not self._link.listen(self._reader):
+            if not self._link.listen(self._reader, self._wait()):
                 return
             while self._calls:
                 self._calls.popleft()()
+            if (request := self._link.asked()) is not None:
+                self._accept(request, self._known_catalog())
             self._start()
             self._link.send(self.generation, self._reader.advance())
 
-    def _wait(self) -> None:
-        poll = select.poll()
-        for fd in (self._wake, self._storage_fd):
-            poll.register(fd, select.POLLIN)
+    def _wait(self) -> set[int]:
+        """Wait for something to happen; what it happened to.
+
+        While the reader is sated, no word of the trainer wakes it (its end does): it is heard when
+        something has been read, or a little later.
+        """
+        sated, seconds = self._reader.sated, self._WATCH_SECONDS
         for fd, events in self._link.descriptors():
-            poll.register(fd, events)
-        seconds = self._SETTLING_SECONDS if self._reader.settling else self._WATCH_SECONDS
-        ready = poll.poll(seconds * 1000)
-        if any(fd == self._wake for fd, _ in ready):
+            self._poll.register(fd, events & ~select.POLLIN if sated else events)
+        if self._reader.settling:
+            seconds = self._SETTLING_SECONDS
+        elif sated:
+            seconds = self._SATED_SECONDS
+        ready = {fd for fd, _ in self._poll.poll(seconds * 1000)}
+        if self._wake in ready:
             os.eventfd_read(self._wake)
+        return ready
+
+    def _known_catalog(self) -> Catalog:
+        if self._catalog is None:
+            raise ChannelError("the request names no files and the reader has no catalog")
+        return self._catalog
 
     def _accept(self, request: Request, catalog: Catalog) -> None:
         if request.generation > self.generation:
@@ -144,9 +168,10 @@ class SocketLink:
         """Speak over a connection whose handshake is done."""
         self._connection = connection
         self._pidfd = os.pidfd_open(trainer_pid)
-        self._death = select.poll()
-        self._death.register(self._pidfd, select.POLLIN)
         self._said = 0
+        self._asked: Request | None = None
+        self._buffer = bytearray(PACKET_BYTES)
+        self._view = memoryview(self._buffer)
         self._unsent: collections.deque[bytes] = collections.deque()
 
     def welcome(self, facts: dict[str, Any]) -> None:
@@ -170,22 +195,28 @@ class SocketLink:
         events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
         return [(self._connection.fileno(), events), (self._pidfd, select.POLLIN)]
 
-    def listen(self, reader: Reader) -> bool:
+    def listen(self, reader: Reader, ready: Container[int]) -> bool:
         """Take every packet there is."""
         while True:
             try:
-                packet = self._connection.recv(FIELDS.size, socket.MSG_DONTWAIT)
+                length = self._connection.recv_into(self._buffer, flags=socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return not self._death.poll(0)
+                break
             except OSError:
                 return False
-            if not packet:
+            if not length:
                 return False
-            kind, fields, _ = unpack(packet)
+            kind, fields, payload = unpack(self._view[:length])
             try:
-                self._obey(reader, kind, fields)
+                self._obey(reader, kind, fields, payload)
             except ValueError as wrong:
                 raise ChannelError(f"{kind.name} {fields} makes no sense: {wrong}") from wrong
+        return self._pidfd not in ready
+
+    def asked(self) -> Request | None:
+        """The request that came with the last BEGIN."""
+        asked, self._asked = self._asked, None
+        return asked
 
     def expects(self, generation: int) -> bool:
         """True after BEGIN with this generation and before the next."""
@@ -208,7 +239,7 @@ class SocketLink:
                 return
             self._unsent.popleft()
 
-    def _obey(self, reader: Reader, kind: Kind, fields: tuple[int, ...]) -> None:
+    def _obey(self, reader: Reader, kind: Kind, fields: tuple[int, ...], payload: bytes) -> None:
         match kind:
             case Kind.TAKEN:
                 reader.taken(fields[0])
@@ -218,6 +249,7 @@ class SocketLink:
                 reader.hold(*fields[:4])
             case Kind.BEGIN:
                 self._said = fields[0]
+                self._asked = unpack_request(payload) if payload else None
                 self._unsent.clear()
                 reader.abandon(fields[1])
             case Kind.CONCURRENCY:
@@ -304,9 +336,13 @@ class QueueLink:
         """None: the actor's calls wake the loop."""
         return []
 
-    def listen(self, reader: Reader) -> bool:
+    def listen(self, reader: Reader, ready: Container[int]) -> bool:
         """Nothing is said here; Ray ends this process with its trainer."""
         return True
+
+    def asked(self) -> Request | None:
+        """None: every request is a call of the actor."""
+        return None
 
     def expects(self, generation: int) -> bool:
         """True unless the trainer has left this request already."""

@@ -7,23 +7,26 @@ so that what the trainer holds outlives a reader::
                        RELEASED a batch · TAKEN batches (if read-ahead is bounded) · CONCURRENCY
     reader → trainer   WELCOME · SKIPPED* · READY · BLOCKED · WARNED · FAILED · ENDED · CRASHED
 
-What is to be read travels as an actor method call; BEGIN with the same generation says that
-everything the trainer said before belongs to an older epoch, and how many batches of that epoch
-the trainer took: what else was sent, it will never look at. Both ends trust only the same user
+BEGIN says that everything the trainer said before belongs to an older epoch, and how many batches
+of that epoch the trainer took: what else was sent, it will never look at. A share of the catalog is
+a few numbers and travels with BEGIN; a list of files travels as an actor method call that bears the
+same generation. Both ends trust only the same user
 (SO_PEERCRED), and both notice the other's death by the socket's end *and* by a pidfd: a process
 forked by the trainer keeps the socket open.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 import pickle
 import socket
 import struct
 
-from rayloader.errors import ChannelError, RayloaderError
-from rayloader.reader import Blocked, Ended, Failed, Outcome, Ready, Warned
+from rayloader.errors import ChannelError, OptionError, RayloaderError
+from rayloader.plan import EpochPlan, Shard
+from rayloader.reader import Blocked, Ended, Failed, Outcome, Ready, Request, Warned
 from rayloader.receipt import Skipped
 
 PROTOCOL_VERSION = 2
@@ -71,6 +74,36 @@ def unpack(packet: memoryview | bytes) -> tuple[Kind, tuple[int, ...], bytes]:
         return Kind(number), tuple(fields), bytes(packet[FIELDS.size :])
     except ValueError:
         raise ChannelError(f"unknown kind of packet: {number}") from None
+
+
+def pack_request(request: Request) -> bytes:
+    """A request for a share of the catalog as BEGIN's payload.
+
+    Empty where it must travel otherwise: it is about a list of files, or it is too long (after
+    ``ordered=False`` it may name many batches that are there already).
+    """
+    if not isinstance(request.plan, EpochPlan):
+        return b""
+    words = dataclasses.asdict(request) | {"delivered": sorted(request.delivered)}
+    payload = json.dumps(words).encode()
+    return payload if len(payload) <= PAYLOAD_BYTES else b""
+
+
+def unpack_request(payload: bytes) -> Request:
+    """What :func:`pack_request` has packed.
+
+    Raises:
+        ChannelError: it is no request.
+    """
+    try:
+        words = json.loads(payload)
+        plan = dict(words.pop("plan"))
+        return Request(
+            **words | {"delivered": frozenset(words["delivered"])},
+            plan=EpochPlan(**plan | {"shard": Shard(**plan["shard"])}),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OptionError) as wrong:
+        raise ChannelError(f"a request makes no sense: {wrong!r}") from wrong
 
 
 def pack_outcome(generation: int, outcome: Outcome) -> list[bytes]:

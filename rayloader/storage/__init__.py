@@ -150,7 +150,8 @@ class BulkReader(Protocol):
     methods (the reader's loop); the storage's own threads or tasks do the work.
 
     A group is a few dozen to a few thousand objects, numbered by the caller. Each group goes
-    through ``measure`` → Progress → ``fetch`` → Progress, or is forgotten with ``discard`` at any
+    through ``measure`` → Progress → ``fetch`` → Progress, or, where its sizes are known already,
+    through ``read`` → Progress, or is forgotten with ``discard`` at any
     moment, after which its number is free again and nothing of it is reported any more. Its
     memory is no longer written once ``discard`` has been followed by a True from ``settled``.
 
@@ -208,6 +209,33 @@ class BulkReader(Protocol):
                 of 4096 then). ``DROP``: read it all and drop the bytes. ``SKIP``: do not read it
                 (it failed to measure, or is not wanted).
         """
+        ...
+
+    def read(
+        self,
+        group: int,
+        root: bytes,
+        keys: Keys,
+        sizes: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+    ) -> None:
+        """Both steps in one, for objects whose sizes are known.
+
+        An object that has another size now is not read. Of a file Progress then tells the size
+        and no failure: it is for the caller to measure the group again. Of an object in a bucket
+        what was listed is a promise: it fails as ``Replaced`` or ``Truncated``.
+
+        Args:
+            group: a free number.
+            root: as for ``measure``.
+            keys: as for ``measure``.
+            sizes: int64 [n], what each object should have; >= 0 unless it is skipped [bytes].
+            places: int64 [n], as for ``fetch``.
+        """
+        ...
+
+    def returns_at_once(self) -> bool:
+        """True while reads return at once, as from a page cache: more in flight would not help."""
         ...
 
     def discard(self, group: int) -> None:

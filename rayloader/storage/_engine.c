@@ -9,7 +9,7 @@
  * How many workers are awake. While reads come from the page cache, more threads than CPUs only
  * hurt; while they block, every one of `concurrency` is wanted. `active` is the present limit. It
  * starts at the number of CPUs. A *sentry* thread, which never reads itself, looks every 0.3 to
- * 1.2 ms, while work is queued, at whether the workers run or are blocked: by their CPU clocks and,
+ * 4.8 ms, while work is queued, at whether the workers run or are blocked: by their CPU clocks and,
  * where these stand still, by their state in /proc. A long read of cached bytes is not blocked, nor
  * is a worker that waits for a CPU; more threads would help neither. When fewer than `cpus` of them
  * run, it doubles `active`. Workers above `cpus` count their own blocking (voluntary context
@@ -48,7 +48,7 @@ enum {
     LONGEST_RUN = 32,       /* files taken at once */
     RUN_NS = 60000,         /* a run lasts about this long */
     TICK_NS = 300000,       /* the sentry's first look */
-    LONGEST_TICK_NS = 1200000,
+    LONGEST_TICK_NS = 4800000,
     QUIET_TICKS = 16,       /* looks without work before the sentry sleeps */
     SAMPLES = 4,            /* workers asked for their state per look */
     STUCK_NS = 250000,      /* a blocked read this old gives up the rest of its run */
@@ -66,6 +66,7 @@ typedef struct {
     const char *name; /* NUL-terminated */
     int64_t length;   /* of the name, as given */
     int64_t size, place;
+    _Atomic int64_t found; /* the size that was not expected */
     dev_t device;
     ino_t inode;
     int fd; /* open, or -1 */
@@ -81,6 +82,7 @@ struct group {
     int64_t number;
     enum stage stage;
     bool queued, done;
+    bool expected; /* sizes were given, nobody has measured */
     _Atomic bool discarded;
     int64_t users;      /* runs in execution */
     int64_t unfinished; /* files of this stage */
@@ -535,6 +537,10 @@ static int open_file(worker *w, group *g, file *f, struct stat *status, int32_t 
 {
     int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
     bool direct = atomic_load(&f->direct), refused = false;
+    if ((int64_t)strlen(f->name) != f->length) {
+        *code = FILE_BAD_NAME;
+        return -1;
+    }
     int root = f->name[0] == '/' ? AT_FDCWD : root_of(w, g), fd = root;
     if (root >= 0 || root == AT_FDCWD)
         fd = open_at(w, g, root, f->name, flags | (direct ? O_DIRECT : 0));
@@ -563,20 +569,23 @@ static int open_file(worker *w, group *g, file *f, struct stat *status, int32_t 
     return fd;
 }
 
+static void drop_cached(worker *w, int fd)
+{
+    if (w->e->options.drop_cache && posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) == 0)
+        add(&w->tally.dropped_files, 1);
+}
+
 static int32_t measure_file(worker *w, group *g, file *f, bool keep)
 {
     struct stat status;
     int32_t code;
-    if ((int64_t)strlen(f->name) != f->length)
-        return FILE_BAD_NAME;
     int fd = open_file(w, g, f, &status, &code);
     if (fd < 0)
         return code;
     f->size = status.st_size;
     f->device = status.st_dev;
     f->inode = status.st_ino;
-    if (w->e->options.drop_cache && posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) == 0)
-        add(&w->tally.dropped_files, 1);
+    drop_cached(w, fd);
     if (keep)
         f->fd = fd;
     else
@@ -584,17 +593,44 @@ static int32_t measure_file(worker *w, group *g, file *f, bool keep)
     return 0;
 }
 
-/* Opens a measured file again, and makes sure that it is the same. */
+/* Whether it is the file that was measured. */
+static int32_t recognise(const file *f, const struct stat *status)
+{
+    if (status->st_dev != f->device || status->st_ino != f->inode)
+        return FILE_REPLACED;
+    return status->st_size < f->size ? FILE_TRUNCATED : 0;
+}
+
+/* Whether an unmeasured file has the size that was expected; all its ranges are of one file. */
+static int32_t expect(worker *w, file *f, int fd, const struct stat *status)
+{
+    if (status->st_size != f->size) {
+        atomic_store(&f->found, status->st_size);
+        return FILE_RESIZED;
+    }
+    pthread_mutex_t *lock = f->parts_left > 0 ? &w->e->lock : NULL;
+    if (lock)
+        pthread_mutex_lock(lock);
+    bool first = f->inode == 0;
+    if (first) {
+        f->device = status->st_dev;
+        f->inode = status->st_ino;
+    }
+    if (lock)
+        pthread_mutex_unlock(lock);
+    if (first)
+        drop_cached(w, fd);
+    return recognise(f, status);
+}
+
+/* Opens a file to read it, and makes sure that it is the one that is meant. */
 static int reopen_file(worker *w, group *g, file *f, int32_t *code)
 {
     struct stat status;
     int fd = open_file(w, g, f, &status, code);
     if (fd < 0)
         return -1;
-    if (status.st_dev != f->device || status.st_ino != f->inode)
-        *code = FILE_REPLACED;
-    else if (status.st_size < f->size)
-        *code = FILE_TRUNCATED;
+    *code = g->expected ? expect(w, f, fd, &status) : recognise(f, &status);
     if (*code) {
         close(fd);
         return -1;
@@ -772,7 +808,7 @@ static enum kind kind_of(const group *g, const file *f)
 {
     if (g->stage == MEASURING)
         return RUN_MEASURE;
-    return f->place != PLACE_SKIP && f->size > 0 ? RUN_READ : RUN_SKIP;
+    return f->place != PLACE_SKIP && (f->size > 0 || g->expected) ? RUN_READ : RUN_SKIP;
 }
 
 static bool is_large(const engine *e, const group *g, const file *f)
@@ -1257,6 +1293,7 @@ static group *new_group(int64_t number, const char *root, int64_t root_bytes, co
         int64_t length = offsets[i + 1] - offsets[i];
         file *f = &g->files[i];
         *f = (file){.name = text, .length = length, .size = -1, .place = PLACE_SKIP, .fd = -1};
+        atomic_init(&f->found, -1);
         atomic_init(&f->direct, direct);
         memcpy(text, blob + offsets[i], (size_t)length);
         text[length] = 0;
@@ -1289,19 +1326,21 @@ static int submit(engine *e, group *g)
     return EAGAIN;
 }
 
-int engine_measure(engine *e, int64_t number, const char *root, int64_t root_bytes,
-                   const char *blob, int64_t blob_bytes, const int64_t *offsets, int64_t n)
+static int check_names(int64_t blob_bytes, const int64_t *offsets, int64_t n)
 {
     if (n < 0 || n > INT32_MAX || offsets[0] < 0 || offsets[n] > blob_bytes)
         return ERANGE;
     for (int64_t i = 0; i < n; i++)
         if (offsets[i + 1] < offsets[i])
             return ERANGE;
-    group *g = new_group(number, root, root_bytes, blob, offsets, n, e->options.direct);
-    if (!g)
-        return ENOMEM;
+    return 0;
+}
+
+/* Takes a new group in; it is the engine's, or freed. */
+static int admit(engine *e, group *g)
+{
     pthread_mutex_lock(&e->lock);
-    int error = e->stop ? ESHUTDOWN : *slot(e, number) ? EEXIST : 0;
+    int error = e->stop ? ESHUTDOWN : *slot(e, g->number) ? EEXIST : 0;
     if (!error) {
         enlist(e, g);
         error = submit(e, g);
@@ -1312,6 +1351,15 @@ int engine_measure(engine *e, int64_t number, const char *root, int64_t root_byt
     if (error)
         free(g);
     return error;
+}
+
+int engine_measure(engine *e, int64_t number, const char *root, int64_t root_bytes,
+                   const char *blob, int64_t blob_bytes, const int64_t *offsets, int64_t n)
+{
+    if (check_names(blob_bytes, offsets, n))
+        return ERANGE;
+    group *g = new_group(number, root, root_bytes, blob, offsets, n, e->options.direct);
+    return g ? admit(e, g) : ENOMEM;
 }
 
 static bool fits(const engine *e, const file *f, int64_t place)
@@ -1357,6 +1405,30 @@ int engine_fetch(engine *e, int64_t number, const int64_t *places, int64_t n, in
     }
     pthread_mutex_unlock(&e->lock);
     return error;
+}
+
+int engine_read(engine *e, int64_t number, const char *root, int64_t root_bytes, const char *blob,
+                int64_t blob_bytes, const int64_t *offsets, const int64_t *sizes,
+                const int64_t *places, int64_t n, int64_t *bad)
+{
+    if (check_names(blob_bytes, offsets, n))
+        return ERANGE;
+    group *g = new_group(number, root, root_bytes, blob, offsets, n, e->options.direct);
+    if (!g)
+        return ENOMEM;
+    for (int64_t i = 0; i < n; i++) {
+        g->files[i].size = sizes[i];
+        g->files[i].place = places[i];
+        if (!fits(e, &g->files[i], places[i])) {
+            *bad = i;
+            free(g);
+            return EDOM;
+        }
+    }
+    g->expected = true;
+    g->drop_part = e->options.scratch_part_bytes;
+    g->stage = FETCHING;
+    return admit(e, g);
 }
 
 void engine_discard(engine *e, int64_t number)
@@ -1421,8 +1493,9 @@ int64_t group_results(const group *g, int64_t *sizes, int32_t *codes)
         const file *f = &g->files[i];
         int32_t code = atomic_load_explicit(&f->code, memory_order_relaxed);
         bool skipped = g->stage == FETCHED && f->place == PLACE_SKIP;
-        codes[i] = skipped ? 0 : code;
-        sizes[i] = skipped || code ? -1 : f->size;
+        bool resized = code == FILE_RESIZED;
+        codes[i] = skipped || resized ? 0 : code;
+        sizes[i] = resized ? atomic_load(&f->found) : skipped || code ? -1 : f->size;
         failed += codes[i] != 0;
     }
     return failed;
@@ -1449,6 +1522,14 @@ void engine_set_concurrency(engine *e, int concurrency, int64_t scratch_part_byt
         ;
     arm_sentry(e);
     pthread_mutex_unlock(&e->lock);
+}
+
+bool engine_is_calm(engine *e)
+{
+    pthread_mutex_lock(&e->lock);
+    bool calm = e->active <= e->options.cpus;
+    pthread_mutex_unlock(&e->lock);
+    return calm;
 }
 
 void engine_totals_now(engine *e, engine_totals *totals)

@@ -1,7 +1,8 @@
 /* The POSIX engine: bulk reads with a pool of threads of its own. Plain C, knows no Python.
  *
  * One thread (the owner) calls every function; workers never call back. A group of files goes
- * through engine_measure -> engine_collect -> engine_fetch -> engine_collect, or is forgotten with
+ * through engine_measure -> engine_collect -> engine_fetch -> engine_collect, or, where its sizes
+ * are known, through engine_read -> engine_collect, or is forgotten with
  * engine_discard at any moment. Functions return 0 or an error number unless stated otherwise, and
  * none of them waits for a file system, engine_close within its grace apart.
  */
@@ -21,6 +22,7 @@ enum {
     FILE_NO_DIRECT = -3,   /* O_DIRECT refused, and demanded */
     FILE_REPLACED = -4,    /* another file bears the name now */
     FILE_BAD_NAME = -5,    /* a NUL byte in the name */
+    FILE_RESIZED = -6,     /* has another size than expected; internal, group_results tells it */
 };
 
 enum { PLACE_DROP = -1, PLACE_SKIP = -2 };
@@ -64,6 +66,12 @@ int engine_measure(engine *e, int64_t number, const char *root, int64_t root_byt
  * ERANGE: place *bad leaves no room, is not aligned, or belongs to a file that was not measured. */
 int engine_fetch(engine *e, int64_t number, const int64_t *places, int64_t n, int64_t *bad);
 
+/* Both steps in one, of files whose sizes are known. A file that has another size is not read.
+ * Errors as of engine_measure and engine_fetch; EDOM: ERANGE of a place. */
+int engine_read(engine *e, int64_t number, const char *root, int64_t root_bytes, const char *blob,
+                int64_t blob_bytes, const int64_t *offsets, const int64_t *sizes,
+                const int64_t *places, int64_t n, int64_t *bad);
+
 /* Unknown numbers are ignored. */
 void engine_discard(engine *e, int64_t number);
 
@@ -75,11 +83,14 @@ group *engine_collect(engine *e);
 group *group_next(const group *g);
 int64_t group_number(const group *g);
 int64_t group_count(const group *g);
-/* sizes[i]: bytes, -1 when failed or not read; codes[i]: why. Returns how many failed. */
+/* sizes[i]: bytes, -1 when failed or not read; codes[i]: why. After engine_read also the size of a
+ * file that was not read because another one was expected. Returns how many failed. */
 int64_t group_results(const group *g, int64_t *sizes, int32_t *codes);
 void engine_release(group *g);
 
 void engine_set_concurrency(engine *e, int concurrency, int64_t scratch_part_bytes);
+/* Operations return at once, so that more of them in flight would not help. */
+bool engine_is_calm(engine *e);
 void engine_totals_now(engine *e, engine_totals *totals);
 void engine_reset_peak(engine *e);
 

@@ -38,6 +38,7 @@ class FileCode(enum.IntEnum):
     NO_DIRECT = -3
     REPLACED = -4
     BAD_NAME = -5
+    RESIZED = -6
 
 
 class Direct(enum.IntEnum):
@@ -83,6 +84,10 @@ class Group:
         self.sizes = [-1] * n
         self.codes = [0] * n
         self.identities: list[tuple[int, int]] = [(0, 0)] * n
+        self.expected = False
+        """The sizes were given; nobody has measured."""
+        self.found = [-1] * n
+        """The sizes that were not expected [bytes]."""
         self.places = [SKIP] * n
         self.parts_left = [0] * n
         self.direct = [direct] * n
@@ -128,6 +133,8 @@ class Group:
         if self.stage is Stage.FETCHED:
             skipped = np.array(self.places, np.int64) == SKIP
             sizes[skipped], codes[skipped] = -1, 0
+        resized = codes == FileCode.RESIZED
+        sizes[resized], codes[resized] = np.array(self.found, np.int64)[resized], 0
         sizes[codes != 0] = -1
         return self.number, sizes.tobytes(), codes.tobytes() if codes.any() else None
 
@@ -172,6 +179,14 @@ class Surroundings(Protocol):
         """Keep the group's directory open. False when another worker was first."""
         ...
 
+    def meet(self, group: Group, i: int, identity: tuple[int, int]) -> bool:
+        """Learn (device, inode) of an unmeasured file; all its ranges are read from that one.
+
+        Returns:
+            True the first time.
+        """
+        ...
+
 
 class Files:
     """Opens, measures and reads single files for one worker; every failure is a ``Failed``."""
@@ -182,15 +197,10 @@ class Files:
         self.tally = Tally()
 
     def measure(self, group: Group, i: int, keep: bool) -> None:
-        if b"\0" in group.name(i):
-            raise Failed(FileCode.BAD_NAME)
         fd, status = self._open(group, i)
         group.identities[i] = (status.st_dev, status.st_ino)
         group.sizes[i] = status.st_size
-        if self._engine.drop_cache:
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                self.tally.dropped_files += 1
+        self._drop_cached(fd)
         if keep:
             group.fds[i] = fd
         else:
@@ -226,6 +236,8 @@ class Files:
     def _open(self, group: Group, i: int) -> tuple[int, os.stat_result]:
         """Open a file and learn what it is; only a regular one is given."""
         name, direct, refused = group.name(i), group.direct[i], False
+        if b"\0" in name:
+            raise Failed(FileCode.BAD_NAME)
         root = None if name.startswith(b"/") else self._root(group)
         try:
             fd = self._open_at(group, root, name, _FLAGS | (os.O_DIRECT if direct else 0))
@@ -307,15 +319,33 @@ class Files:
         return waited + pause
 
     def _reopen(self, group: Group, i: int) -> int:
-        """Open a measured file again, and make sure that it is the same."""
+        """Open a file to read it, and make sure that it is the one that is meant."""
         fd, status = self._open(group, i)
-        if (status.st_dev, status.st_ino) != group.identities[i]:
+        try:
+            self._recognise(group, i, fd, status)
+        except Failed:
             _close(fd)
+            raise
+        return fd
+
+    def _recognise(self, group: Group, i: int, fd: int, status: os.stat_result) -> None:
+        identity = (status.st_dev, status.st_ino)
+        if group.expected:
+            if status.st_size != group.sizes[i]:
+                group.found[i] = status.st_size
+                raise Failed(FileCode.RESIZED)
+            if self._engine.meet(group, i, identity):
+                self._drop_cached(fd)
+        if identity != group.identities[i]:
             raise Failed(FileCode.REPLACED)
         if status.st_size < group.sizes[i]:
-            _close(fd)
             raise Failed(FileCode.TRUNCATED)
-        return fd
+
+    def _drop_cached(self, fd: int) -> None:
+        if self._engine.drop_cache:
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                self.tally.dropped_files += 1
 
     def _read_range(self, group: Group, i: int, offset: int, length: int, view: memoryview) -> None:
         fd, own, stale = group.fds[i], -1, 0

@@ -174,6 +174,69 @@ static PyObject *Engine_fetch(Engine *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* As many int64 as there are names. */
+static int column_view(PyObject *source, Py_ssize_t n, Py_buffer *view)
+{
+    if (int64_view(source, view))
+        return -1;
+    if (view->len == 8 * n)
+        return 0;
+    PyBuffer_Release(view);
+    refuse("a group has as many sizes and places as names");
+    return -1;
+}
+
+static PyObject *read_group(engine *e, long long group, const Py_buffer *root,
+                            const Py_buffer *blob, const Py_buffer *offsets,
+                            PyObject *sizes_source, PyObject *places_source)
+{
+    int64_t bad = -1;
+    Py_ssize_t n = offsets->len / 8 - 1;
+    Py_buffer sizes, places;
+    if (n < 0)
+        return measure_failed(ERANGE, group);
+    if (column_view(sizes_source, n, &sizes))
+        return NULL;
+    if (column_view(places_source, n, &places)) {
+        PyBuffer_Release(&sizes);
+        return NULL;
+    }
+    int error = engine_read(e, group, root->buf, root->len, blob->buf, blob->len, offsets->buf,
+                            sizes.buf, places.buf, n, &bad);
+    PyBuffer_Release(&places);
+    PyBuffer_Release(&sizes);
+    if (error == EDOM)
+        return fetch_failed(ERANGE, group, bad);
+    if (error)
+        return measure_failed(error, group);
+    Py_RETURN_NONE;
+}
+
+static PyObject *Engine_read(Engine *self, PyObject *args)
+{
+    long long group;
+    Py_buffer root, blob, offsets;
+    PyObject *offsets_source, *sizes_source, *places_source, *result = NULL;
+    engine *e = core_of(self);
+    if (!e || !PyArg_ParseTuple(args, "Ly*y*OOO", &group, &root, &blob, &offsets_source,
+                                &sizes_source, &places_source))
+        return NULL;
+    if (!int64_view(offsets_source, &offsets)) {
+        result = read_group(e, group, &root, &blob, &offsets, sizes_source, places_source);
+        PyBuffer_Release(&offsets);
+    }
+    PyBuffer_Release(&root);
+    PyBuffer_Release(&blob);
+    return result;
+}
+
+static PyObject *Engine_is_calm(Engine *self, PyObject *none)
+{
+    (void)none;
+    engine *e = core_of(self);
+    return e ? PyBool_FromLong(engine_is_calm(e)) : NULL;
+}
+
 static PyObject *Engine_discard(Engine *self, PyObject *number)
 {
     engine *e = core_of(self);
@@ -338,9 +401,11 @@ static PyMethodDef methods[] = {
     {"attach", (PyCFunction)Engine_attach, METH_O, NULL},
     {"measure", (PyCFunction)Engine_measure, METH_VARARGS, NULL},
     {"fetch", (PyCFunction)Engine_fetch, METH_VARARGS, NULL},
+    {"read", (PyCFunction)Engine_read, METH_VARARGS, NULL},
     {"discard", (PyCFunction)Engine_discard, METH_O, NULL},
     {"settled", (PyCFunction)Engine_settled, METH_VARARGS, NULL},
     {"collect", (PyCFunction)Engine_collect, METH_NOARGS, NULL},
+    {"is_calm", (PyCFunction)Engine_is_calm, METH_NOARGS, NULL},
     {"counters", (PyCFunction)Engine_counters, METH_NOARGS, NULL},
     {"reset_peak", (PyCFunction)Engine_reset_peak, METH_NOARGS, NULL},
     {"set_concurrency", (PyCFunction)Engine_set_concurrency, METH_VARARGS, NULL},
@@ -378,7 +443,8 @@ static int fill_module(PyObject *module)
                  PyModule_AddIntMacro(module, FILE_TRUNCATED) ||
                  PyModule_AddIntMacro(module, FILE_NO_DIRECT) ||
                  PyModule_AddIntMacro(module, FILE_REPLACED) ||
-                 PyModule_AddIntMacro(module, FILE_BAD_NAME);
+                 PyModule_AddIntMacro(module, FILE_BAD_NAME) ||
+                 PyModule_AddIntMacro(module, FILE_RESIZED);
     Py_XDECREF(type);
     return failed ? -1 : 0;
 }

@@ -108,7 +108,7 @@ def _runs(group: Group, part: int, scratch_part: int) -> Iterator[_Run]:
 def _kind(group: Group, i: int, part: int, scratch_part: int) -> _Kind | None:
     """How file i is fetched; ``None``: in ranges."""
     place, size = group.places[i], group.sizes[i]
-    if place == SKIP or size == 0:
+    if place == SKIP or (size == 0 and not group.expected):
         return _Kind.SKIP
     return _Kind.READ if size <= (scratch_part if place == DROP else part) else None
 
@@ -259,41 +259,44 @@ class Engine:
         self, number: int, root: bytes, blob: bytes, offsets: npt.NDArray[np.int64], /
     ) -> None:
         self._check()
-        ends = np.asarray(offsets)
-        if ends.dtype != np.int64 or ends.ndim != 1:
-            raise TypeError("expected a one-dimensional buffer of int64")
-        bad = (
-            not len(ends) or ends[0] < 0 or ends[-1] > len(blob) or bool((np.diff(ends) < 0).any())
-        )
-        if bad:
-            raise UsageError("offsets do not fit the names")
-        group = Group(number, root, blob, ends.tolist(), self.direct is not Direct.NO)
+        group = self._group(number, root, blob, offsets)
         with self._lock:
-            if number in self._groups:
-                raise UsageError(f"group {number} is in use")
-            self._submit(group)
-            self._groups[number] = group
+            self._admit(group)
 
     def fetch(self, number: int, places: npt.NDArray[np.int64], /) -> None:
         self._check()
-        wanted = np.asarray(places)
-        if wanted.dtype != np.int64 or wanted.ndim != 1:
-            raise TypeError("expected a one-dimensional buffer of int64")
+        wanted = _int64s(places)
         with self._lock:
             group = self._groups.get(number)
             if group is None or group.stage is not Stage.MEASURED or number in self._done:
                 raise UsageError(f"group {number} is not a measured one")
             if len(wanted) != group.n:
                 raise UsageError(f"group {number} has another number of objects")
-            bad = self._misplaced(group, wanted)
-            if bad is not None:
-                raise UsageError(
-                    f"object {bad} of group {number} cannot be read there: it was not measured, "
-                    "or the place is not aligned or leaves no room"
-                )
-            group.places = wanted.tolist()
-            group.stage = Stage.FETCHING
+            self._put(group, wanted)
             self._submit(group)
+
+    def read(
+        self,
+        number: int,
+        root: bytes,
+        blob: bytes,
+        offsets: npt.NDArray[np.int64],
+        sizes: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+        /,
+    ) -> None:
+        self._check()
+        group = self._group(number, root, blob, offsets)
+        if not len(known := _int64s(sizes)) == len(wanted := _int64s(places)) == group.n:
+            raise UsageError("a group has as many sizes and places as names")
+        group.sizes, group.expected = known.tolist(), True
+        with self._lock:
+            self._put(group, wanted)
+            self._admit(group)
+
+    def is_calm(self) -> bool:
+        self._check()
+        return self._active <= self._cpus
 
     def discard(self, number: int, /) -> None:
         self._check()
@@ -441,6 +444,14 @@ class Engine:
                 group.root_fd = fd
             return group.root_fd == fd
 
+    def meet(self, group: Group, i: int, identity: tuple[int, int]) -> bool:
+        """Learn which file an unmeasured one is. True the first time."""
+        with self._lock:
+            first = group.identities[i] == (0, 0)
+            if first:
+                group.identities[i] = identity
+            return first
+
     def shed_files(self) -> bool:
         """Close the files at rest of the group that will be fetched last. True if there was one."""
         with self._lock:
@@ -467,6 +478,33 @@ class Engine:
             raise UsageError(
                 "the engine belongs to the process that opened it, not to a forked child"
             )
+
+    def _group(
+        self, number: int, root: bytes, blob: bytes, offsets: npt.NDArray[np.int64]
+    ) -> Group:
+        ends = _int64s(offsets)
+        bad = (
+            not len(ends) or ends[0] < 0 or ends[-1] > len(blob) or bool((np.diff(ends) < 0).any())
+        )
+        if bad:
+            raise UsageError("offsets do not fit the names")
+        return Group(number, root, blob, ends.tolist(), self.direct is not Direct.NO)
+
+    def _admit(self, group: Group) -> None:
+        if group.number in self._groups:
+            raise UsageError(f"group {group.number} is in use")
+        self._submit(group)
+        self._groups[group.number] = group
+
+    def _put(self, group: Group, places: npt.NDArray[np.int64]) -> None:
+        bad = self._misplaced(group, places)
+        if bad is not None:
+            raise UsageError(
+                f"object {bad} of group {group.number} cannot be read there: it was not measured, "
+                "or the place is not aligned or leaves no room"
+            )
+        group.places = places.tolist()
+        group.stage = Stage.FETCHING
 
     def _misplaced(self, group: Group, places: npt.NDArray[np.int64]) -> int | None:
         """The first file that cannot be read to its place."""
@@ -674,6 +712,13 @@ class Engine:
                 rest.append(run.files.popleft())
         if rest:
             self._queue.appendleft(_Run(run.group, run.kind, rest))
+
+
+def _int64s(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    column = np.asarray(values)
+    if column.dtype != np.int64 or column.ndim != 1:
+        raise TypeError("expected a one-dimensional buffer of int64")
+    return column
 
 
 def _is_blocked(thread: threading.Thread, age: float) -> bool:

@@ -302,6 +302,33 @@ class ObjectStorage:
         known.stage = _Stage.FETCHING
         self._loop.call_soon_threadsafe(self._begin_fetch, known)
 
+    def read(
+        self,
+        group: int,
+        root: bytes,
+        keys: Keys,
+        sizes: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+    ) -> None:
+        """See ``BulkReader``. No HEAD: an object that was listed otherwise fails."""
+        self._check()
+        if group in self._groups:
+            raise UsageError(f"group {group} is in use")
+        if not len(sizes) == len(places) == keys.n:
+            raise UsageError("a group has as many sizes and places as names")
+        new = _Group(group, root, keys, sizes)
+        wanted = places.tolist()
+        for i, place in enumerate(wanted):
+            self._check_place(new, i, place)
+        new.places = wanted
+        new.stage = _Stage.FETCHING
+        self._groups[group] = new
+        self._loop.call_soon_threadsafe(self._begin_fetch, new)
+
+    def returns_at_once(self) -> bool:
+        """See ``BulkReader``: it never does."""
+        return False
+
     def discard(self, group: int) -> None:
         """See ``BulkReader``. Requests in flight end as they would have; nobody waits for them."""
         self._check()

@@ -60,6 +60,19 @@ class Engine(Protocol):
         """Queue a measured group for reading."""
         ...
 
+    def read(
+        self,
+        group: int,
+        root: bytes,
+        blob: bytes,
+        offsets: npt.NDArray[np.int64],
+        sizes: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+        /,
+    ) -> None:
+        """Queue a group of files of known sizes for reading; one of another size is not read."""
+        ...
+
     def discard(self, group: int, /) -> None:
         """Forget a group."""
         ...
@@ -70,6 +83,10 @@ class Engine(Protocol):
 
     def collect(self) -> list[tuple[int, bytes, bytes | None]]:
         """(group, int64 sizes, int32 codes or None when all are 0) of what has finished."""
+        ...
+
+    def is_calm(self) -> bool:
+        """Operations return at once, so that more of them in flight would not help."""
         ...
 
     def counters(self) -> tuple[Any, ...]:
@@ -142,6 +159,22 @@ class PosixStorage:
         """See ``BulkReader``."""
         self._core.fetch(group, places)
         self._fetching[group] = self._measured.pop(group)
+
+    def read(
+        self,
+        group: int,
+        root: bytes,
+        keys: Keys,
+        sizes: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+    ) -> None:
+        """See ``BulkReader``."""
+        self._core.read(group, root, keys.blob, keys.offsets, sizes, places)
+        self._fetching[group] = (root, keys)
+
+    def returns_at_once(self) -> bool:
+        """See ``BulkReader``."""
+        return self._core.is_calm()
 
     def discard(self, group: int) -> None:
         """See ``BulkReader``."""

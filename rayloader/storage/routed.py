@@ -63,6 +63,25 @@ class RoutedStorage:
             raise UsageError(f"group {group} is not a measured one")
         self._of_group[group].fetch(group, places)
 
+    def read(
+        self,
+        group: int,
+        root: bytes,
+        keys: Keys,
+        sizes: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+    ) -> None:
+        """See ``BulkReader``."""
+        self._check()
+        storage = self._serving(root)
+        storage.read(group, root, keys, sizes, places)
+        self._of_group[group] = storage
+
+    def returns_at_once(self) -> bool:
+        """See ``BulkReader``: all of its storages do."""
+        self._check()
+        return all(storage.returns_at_once() for storage in self._served.values())
+
     def discard(self, group: int) -> None:
         """See ``BulkReader``."""
         self._check()

@@ -12,8 +12,8 @@ from rayloader.catalog import Catalog
 PACKAGE = Path(__file__).resolve().parents[2] / "rayloader"
 ROOMS = [
     "errors", "config", "limits", "launch", "storage", "catalog", "plan", "arena", "receipt",
-    "reader", "channel", "actor", "node", "guardian", "head", "cluster", "remote", "position",
-    "epoch", "loader",
+    "batches", "reader", "channel", "actor", "node", "guardian", "head", "cluster", "remote",
+    "position", "epoch", "loader",
     "dataset", "experiment", "cli", "testing",
 ]  # fmt: skip
 FOREIGN = {

@@ -1,6 +1,7 @@
 """Whatever arrives where something is parsed, the answer is a RayloaderError: no hang, no crash."""
 
 import contextlib
+import json
 import math
 import os
 import pickle
@@ -22,9 +23,9 @@ from rayloader import arena, errors
 from rayloader.catalog import Catalog
 from rayloader.channel import serve
 from rayloader.channel.local import LocalChannel, TrainerMemory
-from rayloader.channel.wire import FIELDS, Kind, pack, unpack
+from rayloader.channel.wire import FIELDS, Kind, pack, pack_request, unpack, unpack_request
 from rayloader.config import PAGE, Options
-from rayloader.plan import EpochPlan, Shard
+from rayloader.plan import EpochPlan, ListPlan, Shard
 from rayloader.reader import Ended, Reader, Ready, Request
 from rayloader.storage import open_storage
 from rayloader.storage.memory import MemorySpec
@@ -32,13 +33,14 @@ from rayloader.storage.memory import MemorySpec
 LENGTH = 64 * PAGE
 HELD = b"what the trainer holds"
 
+WHOLE = pack_request(Request(1, 0, 0, EpochPlan(12, Shard(), 3)))
 edges = st.sampled_from(
     [0, 1, -1, 2, 24, PAGE, LENGTH - 24, LENGTH, LENGTH + 1, 1 << 31, (1 << 62) + 1, (1 << 63) - 1,
      -(1 << 63)]
 )  # fmt: skip
 numbers = edges | st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(0, 100)
 payloads = st.binary(max_size=64) | st.sampled_from(
-    [b"[]", b"[1]", b"[[1, 2]]", b"[[]]", b"{}", b"null", b"\xff\xfe", b"[", pickle.dumps(1),
+    [WHOLE, b"[]", b"[1]", b"[[1, 2]]", b"[[]]", b"{}", b"null", b"\xff\xfe", b"[", pickle.dumps(1),
      pickle.dumps(ValueError("other")), pickle.dumps(errors.ChannelError("ours"))]
 )  # fmt: skip
 
@@ -87,7 +89,7 @@ def test_a_reader_refuses_or_survives_whatever_a_trainer_says(reader, words):
         try:
             for word in words:
                 trainer.send(word)
-                assert link.listen(one)
+                assert link.listen(one, ())
                 one.advance()
         except errors.RayloaderError:
             return
@@ -205,7 +207,7 @@ def test_a_trainer_refuses_whatever_a_reader_says(memory, words):
     channel = attached(impostor.address, memory)
     try:
         with contextlib.suppress(errors.RayloaderError):
-            channel.begin(1)
+            channel.begin(Request(1, 0, 0, EpochPlan(6, Shard(), 2)))
             received(channel, len(words) + 1)
     finally:
         channel.close()
@@ -223,6 +225,39 @@ def test_a_trainer_understands_or_refuses_a_greeting(memory, greeting):
         attached(impostor.address, memory).close()
     impostor.thread.join(5)
     assert not impostor.thread.is_alive()
+
+
+@laws
+@given(
+    generation=st.integers(0, 1 << 62),
+    entries=st.integers(1, 1 << 40),
+    world=st.integers(1, 1000),
+    seed=st.integers(),
+    delivered=st.sets(st.integers(0, 1 << 30), max_size=20),
+    shuffle=st.booleans(),
+)
+def test_a_request_travels_whole(generation, entries, world, seed, delivered, shuffle):
+    plan = EpochPlan(entries, Shard(world - 1, world), 7, 3, seed, shuffle, uneven="pad")
+    request = Request(generation, 3, world - 1, plan, 5, frozenset(delivered), 2)
+    assert unpack_request(pack_request(request)) == request
+
+
+def test_a_request_that_is_too_long_or_has_a_list_is_a_call_of_the_actor():
+    many = frozenset(range(10_000, 200_000, 3))
+    plan = EpochPlan(1 << 30, Shard(), 1)
+    assert pack_request(Request(1, 0, 0, plan, 0, many)) == b""
+    assert pack_request(Request(1, 0, 0, ListPlan(5, 1))) == b""
+
+
+@laws
+@given(data=st.data())
+def test_a_request_is_understood_or_refused(data):
+    words = json.loads(pack_request(Request(1, 0, 0, EpochPlan(6, Shard(), 2))))
+    name = data.draw(st.sampled_from([*words, *(f"plan.{n}" for n in words["plan"]), "new"]))
+    where = words["plan"] if name.startswith("plan.") else words
+    where[name.removeprefix("plan.")] = data.draw(st.none() | numbers | st.text() | st.just({}))
+    with contextlib.suppress(errors.ChannelError):
+        unpack_request(json.dumps(words).encode())
 
 
 # States, options, catalogs

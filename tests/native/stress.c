@@ -124,32 +124,51 @@ typedef struct {
 static char *arena;
 static slot slots[LIVE];
 
-static void measure(engine *e, int at, const char *root)
+/* Some places for files of these sizes, each slot in memory of its own. */
+static void place(int at, const int64_t *sizes)
 {
     slot *s = &slots[at];
-    char blob[MOST * 3 + 1];
-    int64_t offsets[MOST + 1] = {0};
-    s->n = (int)any(MOST + 1);
-    for (int i = 0; i < s->n; i++) {
-        s->files[i] = (int)any(FILES + 1);
-        snprintf(blob + 3 * i, 4, "f%02d", s->files[i]);
-        offsets[i + 1] = 3 * (i + 1);
-    }
-    int error = engine_measure(e, at, root, (int64_t)strlen(root), blob, 3 * s->n, offsets, s->n);
-    must(error == 0 || (error == EAGAIN && atomic_load(&troubled)), "measure");
-    s->state = error ? FREE : MEASURING;
-}
-
-static void fetch(engine *e, int at, const int64_t *sizes)
-{
-    slot *s = &slots[at];
-    int64_t next = (int64_t)at * ROOM, bad;
+    int64_t next = (int64_t)at * ROOM;
     for (int i = 0; i < s->n; i++) {
         unsigned x = any(8);
         s->places[i] = sizes[i] < 0 || x == 0 ? PLACE_SKIP : x == 1 ? PLACE_DROP : next;
         if (s->places[i] >= 0)
             next += (sizes[i] + PAGE - 1) / PAGE * PAGE;
     }
+}
+
+/* Begins a group, in two steps or, its sizes being known, in one. */
+static void begin(engine *e, int at, const char *root)
+{
+    slot *s = &slots[at];
+    char blob[MOST * 3 + 1];
+    int64_t offsets[MOST + 1] = {0}, sizes[MOST], bad;
+    s->n = (int)any(MOST + 1);
+    for (int i = 0; i < s->n; i++) {
+        s->files[i] = (int)any(FILES + 1);
+        snprintf(blob + 3 * i, 4, "f%02d", s->files[i]);
+        offsets[i + 1] = 3 * (i + 1);
+    }
+    bool known = any(2);
+    int error;
+    for (int i = 0; i < s->n; i++)
+        sizes[i] = s->files[i] == FILES ? -1 : size_of(s->files[i]);
+    if (known) {
+        place(at, sizes);
+        error = engine_read(e, at, root, (int64_t)strlen(root), blob, 3 * s->n, offsets, sizes,
+                            s->places, s->n, &bad);
+    } else {
+        error = engine_measure(e, at, root, (int64_t)strlen(root), blob, 3 * s->n, offsets, s->n);
+    }
+    must(error == 0 || (error == EAGAIN && atomic_load(&troubled)), "begin");
+    s->state = error ? FREE : known ? FETCHING : MEASURING;
+}
+
+static void fetch(engine *e, int at, const int64_t *sizes)
+{
+    slot *s = &slots[at];
+    int64_t bad;
+    place(at, sizes);
     must(!engine_fetch(e, at, s->places, s->n, &bad), "fetch");
     s->state = FETCHING;
 }
@@ -228,7 +247,7 @@ static void step(engine *e, const char *root, int64_t sizes[LIVE][MOST])
         break;
     default:
         if (s->state == FREE)
-            measure(e, at, root);
+            begin(e, at, root);
         else if (s->state == MEASURED)
             fetch(e, at, sizes[at]);
     }

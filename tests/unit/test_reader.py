@@ -342,3 +342,66 @@ def test_whatever_the_trainer_does_it_gets_every_sample_whole_and_the_arena_back
         while trainer.reader.settling and time.monotonic() < deadline:
             trainer.reader.advance()
         assert trainer.reader._space.free == len(trainer.memory) - HEADER_BYTES
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    epochs=st.lists(
+        st.lists(st.integers(0, 5 * PAGE), min_size=7, max_size=7), min_size=2, max_size=4
+    ),
+    told=st.none() | st.lists(st.integers(-1, 5 * PAGE), min_size=7, max_size=7),
+    batch_size=st.integers(1, 4),
+    ordered=st.booleans(),
+    deliver=st.booleans(),
+)
+def test_sizes_that_are_known_and_wrong_are_measured_again(
+    epochs, told, batch_size, ordered, deliver
+):
+    """Learned in an earlier epoch, or told by the catalog; the arena holds few batches at once."""
+    sized = {b"%02d" % i: b"" for i in range(7)}
+    options = {"batch_size": batch_size, "ordered": ordered, "deliver": deliver}
+    with Trainer(sized, memory_bytes=26 * PAGE, **options) as trainer:
+        if told is not None:
+            sizes = np.array(told, np.int64)
+            trainer.catalog = Catalog(b"", trainer.catalog.keys, sizes)
+        for sizes in epochs:
+            for i, size in enumerate(sizes):
+                sized[b"%02d" % i] = np.random.default_rng(size).bytes(size)
+            trainer.begin()
+            batches = trainer.read()
+            assert (batches if ordered else sorted(batches)) == in_batches(
+                sorted(sized), batch_size
+            )
+            while trainer.reader.settling:
+                trainer.reader.advance()
+            assert trainer.reader._space.free == len(trainer.memory) - HEADER_BYTES
+        if told is not None:
+            assert trainer.catalog.sizes.tolist() == told  # a node's ranks share them
+
+
+def test_known_sizes_spare_the_look_at_each_file():
+    with Trainer(objects(12)) as trainer:
+        for _ in range(3):
+            before = trainer.storage.counters()
+            trainer.begin()
+            trainer.read()
+            after = trainer.storage.counters()
+            looked = after.metadata_ops - before.metadata_ops
+            assert after.reads - before.reads == 12
+            assert looked == (24 if before.reads == 0 else 0)
+
+
+def test_a_file_gone_since_it_was_measured_is_an_error_by_name():
+    with Trainer(some := objects(6)) as trainer:
+        trainer.begin()
+        trainer.read()
+        del some[b"0004"]
+        trainer.begin()
+        ready = trainer.outcome()
+        assert isinstance(ready, Ready)
+        trainer.drop(ready)
+        failed = trainer.outcome()
+        assert isinstance(failed, Failed)
+        assert failed.step == 1
+        assert type(failed.error) is errors.ObjectNotFound
+        assert failed.error.key == "0004"

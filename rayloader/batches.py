@@ -1,0 +1,123 @@
+"""The batches of a request, with all that is known of them before anything is read.
+
+What has a fixed cost (looking names up, hashing them, laying samples out) is done for many
+batches at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from rayloader import arena
+from rayloader.arena import Int64s, Layout
+from rayloader.catalog import Catalog
+from rayloader.config import SIZES_REMEMBERED
+from rayloader.receipt import Fingerprint, Hashes, name_hashes
+from rayloader.storage import Keys
+from rayloader.storage.uri import is_object
+
+_NAMES_AT_ONCE = 1024
+
+
+class Planned(NamedTuple):
+    """One batch, not yet read."""
+
+    step: int
+    entries: Int64s
+    keys: Keys
+    hashes: Hashes
+    """uint64 [n], of the names."""
+    names: Fingerprint
+    sizes: Int64s
+    """int64 [n], -1 where unknown [bytes]."""
+    layout: Layout
+    """As the sizes have it."""
+    nbytes: int
+    """The sum of the known sizes [bytes]."""
+    expected: bool
+    """Every size is known."""
+
+
+class Sizes:
+    """The sizes of a catalog's entries, as it tells them or as files were when last measured."""
+
+    def __init__(self) -> None:
+        self._catalog: Catalog | None = None
+        self._known: Int64s | None = None
+        self._shared = False
+        """The catalog's own, which a node's ranks have in common."""
+
+    def turn_to(self, catalog: Catalog) -> None:
+        """From now on entries are this catalog's."""
+        if catalog is self._catalog:
+            return
+        self._catalog, self._known = catalog, catalog.sizes
+        self._shared = catalog.sizes is not None
+        learns = not is_object(catalog.root) and len(catalog) <= SIZES_REMEMBERED
+        if self._known is None and learns:
+            self._known = np.full(len(catalog), -1, np.int64)
+
+    def of(self, entries: Int64s) -> Int64s:
+        """Their sizes, int64 [n], -1 where unknown [bytes]."""
+        if self._known is None:
+            return np.full(len(entries), -1, np.int64)
+        return self._known[entries]
+
+    def learn(self, entries: Int64s, sizes: Int64s) -> None:
+        """They have been measured."""
+        if self._known is None or (self._shared and (self._known[entries] == sizes).all()):
+            return
+        if self._shared:
+            if len(self._known) > SIZES_REMEMBERED:
+                return
+            self._known, self._shared = self._known.copy(), False
+        self._known[entries] = sizes
+
+    def forget(self, entries: Int64s) -> None:
+        """They are not what they were."""
+        self.learn(entries, np.full(len(entries), -1, np.int64))
+
+
+def planned(
+    steps: Iterable[tuple[int, Int64s]], catalog: Catalog, sizes: Sizes, alignment: int
+) -> Iterator[Planned]:
+    """The batches of some steps, looked at in blocks that begin small: the trainer waits.
+
+    Args:
+        steps: the number and the entries of each step; none is empty.
+        catalog: whose entries they are.
+        sizes: what is known of their sizes.
+        alignment: each sample begins at a multiple of this [bytes].
+    """
+    steps, at_once = iter(steps), 1
+    while block := list(itertools.islice(steps, at_once)):
+        yield from _looked_at(block, catalog, sizes, alignment)
+        at_once = min(2 * at_once, max(1, _NAMES_AT_ONCE // len(block[0][1])))
+
+
+def _looked_at(
+    block: list[tuple[int, Int64s]], catalog: Catalog, sizes: Sizes, alignment: int
+) -> Iterator[Planned]:
+    all_entries = np.concatenate([entries for _, entries in block])
+    ends = np.cumsum([len(entries) for _, entries in block])
+    starts = ends - [len(entries) for _, entries in block]
+    blob, offsets = catalog.blob_at(all_entries)
+    hashes = name_hashes(blob, offsets)
+    known = sizes.of(all_entries)
+    names = Fingerprint.of_each(hashes, starts)
+    layouts = arena.lay_out_each(known, starts, alignment)
+    nbytes = np.add.reduceat(np.maximum(known, 0), starts).tolist()
+    expected = (np.minimum.reduceat(known, starts) >= 0).tolist()
+    for i, (first, last) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        step, entries = block[i]
+        begin, end = int(offsets[first]), int(offsets[last])
+        keys = Keys(blob[begin:end], offsets[first : last + 1] - begin)
+        own = slice(first, last)
+        yield Planned(
+            step, entries, keys, hashes[own], names[i], known[own], layouts[i], nbytes[i],
+            expected[i],
+        )  # fmt: skip
