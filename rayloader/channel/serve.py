@@ -19,7 +19,6 @@ from rayloader import arena
 from rayloader.arena import Int64s
 from rayloader.catalog import Catalog
 from rayloader.channel.wire import (
-    FIELDS,
     PACKET_BYTES,
     PAYLOAD_BYTES,
     PROTOCOL_VERSION,

@@ -133,7 +133,7 @@ def test_objects_are_listed_below_their_root():
 def test_the_scheme_without_objects_is_an_error():
     with pytest.raises(OptionError, match="MemorySpec"):
         open_storage(StorageSpec(scheme="memory"))
-    with pytest.raises(OptionError, match="known: file, memory"):
+    with pytest.raises(OptionError, match="known: file, s3, az, memory"):
         open_storage(StorageSpec(scheme="nfs"))
 
 
