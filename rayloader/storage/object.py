@@ -1,9 +1,13 @@
-"""Objects of an S3 or Azure storage, read through s3dlio: the only room that imports it.
+"""Objects of an S3 or Azure storage, read through s3dlio.
 
 One thread runs an asyncio loop and owns everything that is under way. Each object of up to
 ``part_bytes`` is one GET that s3dlio writes straight to its place in the caller's memory, with the
 size that was listed as its condition. A larger object is read as ranges, between two HEADs whose
 ETags must agree: so all ranges are of one version.
+
+A call of s3dlio costs more than the copying of a few hundred kilobytes. So while this process is
+busy, small objects are asked for a few per call, several calls at once, and copied into place. Such
+a call fails as a whole, and then its objects are read one by one, which says what is wrong.
 
 Requests are sent again here and nowhere else: s3dlio's own repetitions are turned off. How many
 are in flight is the caller's ceiling, and less while the storage throttles or does not answer.
@@ -15,6 +19,7 @@ import asyncio
 import contextlib
 import enum
 import functools
+import logging
 import os
 import random
 import threading
@@ -52,6 +57,7 @@ from rayloader.storage import (
 )
 from rayloader.storage.access import Access
 from rayloader.storage.object_errors import Failure, made, of_s3dlio
+from rayloader.storage.pacing import Load, Window
 from rayloader.storage.s3dlio_client import Client, open_client
 from rayloader.storage.uri import OBJECT_ENGINE, joined
 
@@ -61,8 +67,13 @@ FIRST_ANSWER_SECONDS = 5.0
 """A storage that has never answered is asked no longer than this: it is the wrong address [s]."""
 _TICK_SECONDS = 0.1
 """Between two looks for requests that take too long [s]."""
+_BUNDLE = 8
+"""Small objects per call while this process is busy [objects]."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 """Before a request is sent again: doubled each time, of which a random half is waited [s]."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class _Kind(enum.Enum):
@@ -136,8 +147,8 @@ class _Op:
     """One request, and those that repeat it."""
 
     __slots__ = (
-        "again", "began", "first", "future", "group", "index", "kind", "late", "length", "offset",
-        "scratch", "why",
+        "again", "alone", "began", "first", "future", "group", "index", "kind", "late", "length",
+        "offset", "scratch", "why",
     )  # fmt: skip
 
     def __init__(
@@ -149,6 +160,9 @@ class _Op:
         self.offset = offset
         self.length = length
         self.again = 0
+        """How often it has been sent again."""
+        self.alone = False
+        """Not in one call with others any more."""
         self.first = 0.0
         """When it was first sent; all moments are of ``time.perf_counter`` [s]."""
         self.began = 0.0
@@ -158,43 +172,6 @@ class _Op:
         self.scratch: npt.NDArray[np.uint8] | None = None
         self.why: StorageError | None = None
         """Of ASK: what there is to say if the answer says nothing."""
-
-
-class _Window:
-    """How many requests may be in flight: halved by trouble, grown back by success.
-
-    Growth is by one per answer up to half of where the trouble began, then by one per window.
-    """
-
-    _CUT_SECONDS = 0.5
-    """Trouble within this is the same trouble [s]."""
-
-    def __init__(self, ceiling: int) -> None:
-        self.ceiling = ceiling
-        self._limit = self._threshold = float(ceiling)
-        self._cut_at = -1.0
-
-    @property
-    def limit(self) -> int:
-        return int(self._limit)
-
-    def set_ceiling(self, ceiling: int) -> None:
-        if self._limit >= self.ceiling:
-            self._limit = float(ceiling)
-        self.ceiling = ceiling
-        self._limit = min(self._limit, ceiling)
-        self._threshold = float(ceiling)
-
-    def trouble(self, now: float) -> None:
-        if now - self._cut_at >= self._CUT_SECONDS:
-            self._cut_at = now
-            self._threshold = max(1.0, self._limit / 2)
-            self._limit = self._threshold
-
-    def success(self) -> None:
-        if self._limit < self.ceiling:
-            step = 1.0 if self._limit < self._threshold else 1.0 / self._limit
-            self._limit = min(self._limit + step, float(self.ceiling))
 
 
 def open_objects(spec: StorageSpec) -> ObjectStorage:
@@ -237,7 +214,8 @@ class ObjectStorage:
         self._defect: BaseException | None = None
         # In the loop's thread only.
         self._queue: deque[_Op] = deque()
-        self._window = _Window(spec.concurrency)
+        self._window = Window(spec.concurrency)
+        self._load = Load()
         self._answered = False
         self._ticking = False
         self._reading = 0
@@ -438,10 +416,8 @@ class ObjectStorage:
                 group.failures[i] = DirectUnsupported(
                     group.name(i), "object storage has no O_DIRECT"
                 )
-            elif not _is_utf8(group.keys.key(i)):
-                group.failures[i] = made(
-                    ObjectNotFound, group.name(i), "no object's name is not UTF-8", self._access
-                )
+            elif why := _not_a_name(joined(group.root, group.keys.key(i))):
+                group.failures[i] = made(ObjectNotFound, group.name(i), why, self._access)
             elif group.sizes[i] < 0:
                 group.unfinished += 1
                 self._queue.append(_Op(group, i, _Kind.HEAD))
@@ -476,14 +452,17 @@ class ObjectStorage:
 
     def _ranges(self, group: _Group, index: int) -> Iterator[_Op]:
         """Requests for all of a large object; those in flight stay within ``ranges_bytes``."""
-        spec, size = self._spec, group.sizes[index]
-        step = min(
-            self._part(group.places[index]),
-            max(PAGE, spec.ranges_bytes // self._window.ceiling // PAGE * PAGE),
-        )
+        size = group.sizes[index]
+        step = min(self._part(group.places[index]), self._range_bytes)
         group.parts_left[index] = -(-size // step)
         for offset in range(0, size, step):
             yield _Op(group, index, _Kind.RANGE, offset, min(step, size - offset))
+
+    @property
+    def _range_bytes(self) -> int:
+        """What one request may bring to be copied into place [bytes]."""
+        each = self._spec.ranges_bytes // self._window.ceiling
+        return max(PAGE, each // PAGE * PAGE)
 
     def _set_ceiling(self, concurrency: int) -> None:
         self._window.set_ceiling(concurrency)
@@ -491,15 +470,22 @@ class ObjectStorage:
 
     def _pump(self) -> None:
         """Send what the window has room for."""
-        while self._queue and len(self._in_flight) < self._window.limit and not self._closed:
+        while self._queue and self._has_room() and not self._closed:
             op = self._queue.popleft()
             if op.index in op.group.failures:
                 self._part_done(op)  # another range of it has failed
             elif self._enter(op):
-                self._send(op)
+                companions = self._companions(op)
+                if companions:
+                    self._send_bundle([op, *companions])
+                else:
+                    self._send(op)
         if self._in_flight and not self._ticking:
             self._ticking = True
             self._loop.call_later(_TICK_SECONDS, self._tick)
+
+    def _has_room(self) -> bool:
+        return len(self._in_flight) < self._window.limit
 
     def _enter(self, op: _Op) -> bool:
         """Count a request as in flight, unless nobody wants it any more."""
@@ -510,20 +496,50 @@ class ObjectStorage:
             op.began = time.perf_counter()
             op.first = op.first or op.began
             self._in_flight[op] = None
-        return True
-
-    def _send(self, op: _Op) -> None:
         if op.kind.is_read:
             self._reading += 1
             self._peak = max(self._peak, self._reading)
         else:
             self._metadata_ops += 1
-        try:
-            op.future = asyncio.ensure_future(self._call(op), loop=self._loop)
-        except Exception as error:  # s3dlio refuses some calls before there is a future
-            op.future = self._loop.create_future()
-            op.future.set_exception(error)
+        return True
+
+    def _companions(self, op: _Op) -> list[_Op]:
+        """More objects for the same call, and they are in flight; none unless that is worth it."""
+        found: list[_Op] = []
+        if not (self._load.busy and self._client.can_bundle and self._is_small(op)):
+            return found
+        while len(found) < _BUNDLE - 1 and self._queue and self._has_room():
+            if not self._is_small(self._queue[0]):
+                break
+            companion = self._queue.popleft()
+            if self._enter(companion):
+                found.append(companion)
+        return found
+
+    def _is_small(self, op: _Op) -> bool:
+        """It may be asked for together with others; what failed once is asked for alone."""
+        return op.kind is _Kind.WHOLE and not op.alone and op.length <= self._range_bytes
+
+    def _send_bundle(self, ops: list[_Op]) -> None:
+        uris = [self._uri(op) for op in ops]
+        future = self._promised(lambda: self._client.get_many(uris))
+        for op in ops:
+            op.future = future
+        future.add_done_callback(functools.partial(self._bundle_ended, ops, uris))
+
+    def _send(self, op: _Op) -> None:
+        op.future = self._promised(lambda: self._call(op))
         op.future.add_done_callback(functools.partial(self._ended, op))
+
+    def _promised(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
+        """The future of a call; also of one that s3dlio refuses before there is a future."""
+        try:
+            promised: asyncio.Future[Any] = asyncio.ensure_future(call(), loop=self._loop)
+            return promised
+        except Exception as error:
+            future = self._loop.create_future()
+            future.set_exception(error)
+            return future
 
     def _call(self, op: _Op) -> Any:
         uri, client = self._uri(op), self._client
@@ -555,7 +571,9 @@ class ObjectStorage:
             return
         self._ticking = True
         self._loop.call_later(_TICK_SECONDS, self._tick)
-        oldest_allowed = time.perf_counter() - self._spec.request_timeout
+        now = time.perf_counter()
+        self._load.look(now)
+        oldest_allowed = now - self._spec.request_timeout
         for op in list(self._in_flight):
             if op.began > oldest_allowed:
                 break
@@ -568,8 +586,38 @@ class ObjectStorage:
         result, failure = self._outcome(op, future)
         if failure is None and op.kind is _Kind.RANGE:
             failure = self._store(op, result)
+        self._conclude(op, result, failure, now)
+        self._pump()
+
+    def _bundle_ended(self, ops: list[_Op], uris: list[str], future: asyncio.Future[Any]) -> None:
+        now = time.perf_counter()
+        if future.cancelled() or future.exception() is not None:
+            self._take_apart(ops, future, now)
+        else:
+            views = dict(future.result())
+            for op, uri in zip(ops, uris, strict=True):
+                self._conclude(op, op.length, self._store(op, views.get(uri)), now)
+        self._pump()
+
+    def _take_apart(self, ops: list[_Op], future: asyncio.Future[Any], now: float) -> None:
+        """One of several has failed, so all have: they are asked for again one by one."""
+        self._load.failed(now)
+        _, failure = self._outcome(ops[0], future)
+        assert failure is not None
+        _log.debug("%d objects of one call are asked for one by one: %s", len(ops), failure.error)
+        if failure.passes:
+            self._window.trouble(now)
+            self._throttled += isinstance(failure.error, Throttled)
+        for op in reversed(ops):
+            self._leave(op, now)
+            op.alone = True
+            op.late = False
+            self._retries += 1
+            self._queue.appendleft(op)
+
+    def _conclude(self, op: _Op, result: Any, failure: Failure | None, now: float) -> None:
+        """One request has ended."""
         self._leave(op, now)
-        op.future = None
         if op.scratch is not None:
             self._spare.append(op.scratch)
             op.scratch = None
@@ -582,10 +630,10 @@ class ObjectStorage:
                 _SUCCEEDED[op.kind](self, op, result)
             else:
                 self._failed(op, failure, now)
-        self._pump()
 
     def _leave(self, op: _Op, now: float) -> None:
         """Count a request as no longer in flight."""
+        op.future = None
         if op.kind.is_read:
             self._reading -= 1
             self._reads += 1
@@ -623,10 +671,14 @@ class ObjectStorage:
         return made(kind, group.name(op.index), words, self._access)
 
     def _store(self, op: _Op, view: Any) -> Failure | None:
-        """Put the bytes of a range into their place."""
-        data = np.frombuffer(view, np.uint8)
+        """Put bytes that have arrived into their place."""
+        data = np.frombuffer(view, np.uint8) if view is not None else self._bytes[:0]
+        if op.kind is _Kind.WHOLE and op.group.listed[op.index] < 0:
+            data = data[: op.length]  # it may have grown since it was measured
         if len(data) != op.length:
-            return Failure(self._wrong_range(op, len(data)), passes=False)
+            whole = op.kind is _Kind.WHOLE
+            error = self._other_size(op, len(data)) if whole else self._wrong_range(op, len(data))
+            return Failure(error, passes=False)
         place = op.group.places[op.index]
         if place != DROP:
             start = place + op.offset
@@ -727,7 +779,7 @@ class ObjectStorage:
             self._throttled += isinstance(error, Throttled)
             pause = min(_FIRST_PAUSE * 2**op.again, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)
             if now - op.first + pause < self._patience:
-                self._pause(op, pause)
+                self._pause(op, error, pause)
                 return
             if op.again:
                 error.add_note(f"asked {op.again + 1} times in {now - op.first:.1f} s")
@@ -742,8 +794,9 @@ class ObjectStorage:
         longest = self._spec.retry_seconds
         return longest if self._answered else min(longest, FIRST_ANSWER_SECONDS)
 
-    def _pause(self, op: _Op, seconds: float) -> None:
+    def _pause(self, op: _Op, error: StorageError, seconds: float) -> None:
         """Send a request again, later."""
+        _log.debug("sent again in %.2f s: %s", seconds, error)
         op.again += 1
         op.late = False
         self._retries += 1
@@ -798,12 +851,19 @@ _SUCCEEDED: dict[_Kind, Callable[[ObjectStorage, _Op, Any], None]] = {
 }
 
 
-def _is_utf8(key: bytes) -> bool:
+def _not_a_name(uri: bytes) -> str:
+    """Why no object can be asked for by this URI; empty when it can."""
     try:
-        key.decode()
+        uri.decode()
     except UnicodeDecodeError:
-        return False
-    return True
+        return "no object's name is other than UTF-8"
+    if not _DOTS.isdisjoint(uri.split(b"/")):
+        # On their way they would be folded, as in paths, and another object be asked for.
+        return "'.' and '..' between slashes cannot be asked for"
+    return ""
+
+
+_DOTS = frozenset((b".", b".."))
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -49,6 +49,11 @@ class Client:
         self._module = module
         self._server = server
 
+    @property
+    def can_bundle(self) -> bool:
+        """``get_many`` reaches the process's own server only."""
+        return not self._server
+
     def uri(self, name: str) -> str:
         """An object's URI, spelled so that the request goes to this client's server."""
         if not self._server:
@@ -59,6 +64,16 @@ class Client:
     def get_into(self, uri: str, target: memoryview, length: int) -> Awaitable[int]:
         """GET an object of exactly ``length`` bytes into ``target``."""
         future: Awaitable[int] = self._module.get_into_async(uri, target, expected_len=length)
+        return future
+
+    def get_many(self, uris: list[str]) -> Awaitable[list[tuple[str, Any]]]:
+        """GET all of several objects at once: (URI, what exports its bytes), in no order.
+
+        One that fails fails all.
+        """
+        future: Awaitable[list[tuple[str, Any]]] = self._module.get_many_async(
+            uris, max_in_flight=len(uris)
+        )
         return future
 
     def get_range(self, uri: str, offset: int, length: int) -> Awaitable[Any]:
@@ -96,6 +111,7 @@ def open_client(access: Access) -> Client:
                 "this process was forked from one that had used object storage, and cannot use it: "
                 "start it by spawn, or let the parent use object storage after the fork"
             )
+        _set(_FORCED)  # some are read anew at each call
         if _used is None:
             module = _first_import(access)
             _used = (os.getpid(), access)
@@ -120,12 +136,18 @@ def _another_server(first: Access, access: Access) -> str:
     return server.netloc
 
 
+def _set(variables: dict[str, str]) -> None:
+    """Set those that are not so yet: a thread of s3dlio's may be reading the environment."""
+    for name, value in variables.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
 def _first_import(access: Access) -> Any:
     cpus = str(max(2, len(os.sched_getaffinity(0))))
-    os.environ.update(_FORCED)
-    for name, value in {**_PREFERRED, "S3DLIO_RT_THREADS": cpus}.items():
-        os.environ.setdefault(name, value)
-    os.environ.update(access.environment())
+    preferred = {**_PREFERRED, "S3DLIO_RT_THREADS": cpus}
+    _set({name: value for name, value in preferred.items() if name not in os.environ})
+    _set(access.environment())
     try:
         with _hidden(_HEAVY):
             import s3dlio
