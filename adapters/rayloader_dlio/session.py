@@ -74,6 +74,7 @@ class Session:
         self.trained = 0
         """Training epochs that have ended."""
         self.steps = self._agree_on_steps()
+        os.environ.update(self.settings.credentials)
         self.dataset = RankDataset(options=self.settings.options, launch=ranks.launch)
         try:
             with ranks.together(), _apart_from(args.data_folder) as self.apart:
@@ -170,7 +171,7 @@ class Session:
             OptionError: it does not.
         """
         options, needed = self.settings.options, self.settings.largest_batch_bytes
-        given = self.dataset.memory_bytes
+        given = self.dataset.memory_bytes - options.ranges_bytes
         if options.deliver and needed > given:
             raise OptionError(
                 f"a batch can take {needed:,} bytes, and a rank here has {given:,} for batches: "
@@ -329,7 +330,7 @@ class Epoch:
         if session.settings.storage == "file":
             self.resident = kernel.resident_share(files)
         self.measure.device_before = kernel.device_read_bytes(session.mount)
-        session.dataset.set_epoch(number, files.keys, here.reader_steps, here.batch_files)
+        session.dataset.set_epoch(number, files, here.reader_steps, here.batch_files)
         incoming = iter(session.dataset)
         excluded_first = int(getattr(session.args, "metric_exclude_start_steps", 0))
         arrived = 0

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints
 
-from rayloader import OptionError, Options
+from rayloader import Catalog, CatalogError, OptionError, Options
 
 SECTION = "rayloader"
 """Key below ``storage.storage_options`` in a workload file whose values are options."""
@@ -51,6 +51,13 @@ GROWTH = {"csv": 4.0}
 MARGIN = 1.02
 FILE_OVERHEAD_BYTES = 8 << 10
 """Headers of a file beside its records, and rounding [bytes]."""
+CREDENTIALS = {
+    "access_key_id": "AWS_ACCESS_KEY_ID",
+    "secret_access_key": "AWS_SECRET_ACCESS_KEY",
+}
+"""DLIO's names of them in storage_options, and rayloader's in the environment."""
+RANGES_BYTES = Options().ranges_bytes
+"""Of memory_bytes, what is not for batches [bytes]."""
 DEVIATIONS = 6.0
 """Standard deviations above the mean that the largest batch is reckoned with."""
 
@@ -69,6 +76,8 @@ class Settings:
         storage: ``file`` or a URI scheme.
         dlio_read_ahead: batches that DLIO's own loader would hold ahead [batches].
         largest_batch_bytes: that any batch can have, by DLIO's own figures [bytes].
+        credentials: of the object storage, where the workload file has them and the environment
+            has not; by the variables that rayloader takes them from.
     """
 
     options: Options
@@ -76,6 +85,7 @@ class Settings:
     storage: str
     dlio_read_ahead: int
     largest_batch_bytes: int
+    credentials: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def deeper(self) -> bool:
@@ -103,14 +113,20 @@ def settings(args: Any, environ: Mapping[str, str]) -> Settings:
         "direct": direct,
         "ray": "private",
     }
-    window = _word(_storage_options(args).get("prefetch_window"))
-    if storage != "file" and window is not None:
-        defaults["concurrency"] = _number("storage_options.prefetch_window", window)
+    credentials: dict[str, str] = {}
+    if storage != "file":
+        defaults |= _of_objects(args, environ)
+        credentials = {
+            variable: str(value)
+            for name, variable in CREDENTIALS.items()
+            if (value := _storage_options(args).get(name)) and not environ.get(variable)
+        }
     largest = largest_batch_bytes(args)
     if given.get("deliver", True):
         # The trainer gets a batch larger than half of the memory as a copy: leave room for two.
-        defaults["memory_bytes"] = max(Options.memory_bytes, 2 * largest)
-    return Settings(Options.of({**defaults, **given}), told, storage, ahead, largest)
+        defaults["memory_bytes"] = max(Options.memory_bytes, 2 * largest + RANGES_BYTES)
+    options = Options.of({**defaults, **given})
+    return Settings(options, told, storage, ahead, largest, credentials)
 
 
 def require_format(args: Any) -> None:
@@ -265,9 +281,22 @@ def require_scheme(scheme: str) -> None:
     Raises:
         OptionError: it does not.
     """
-    raise OptionError(
-        f"storage.storage_type: s3 ({scheme}) is not served: this rayloader reads files only"
-    )
+    try:
+        Catalog.of_files([f"{scheme}://bucket/key"])
+    except CatalogError as error:
+        raise OptionError(f"storage.storage_type: s3 ({scheme}) is not served: {error}") from error
+
+
+def _of_objects(args: Any, environ: Mapping[str, str]) -> dict[str, Any]:
+    """What the workload file says of the object storage; DLIO has put some into the environment."""
+    options, found = _storage_options(args), {}
+    for name, variable in (("endpoint_url", "AWS_ENDPOINT_URL"), ("region", "AWS_REGION")):
+        if options.get(name) and not environ.get(variable):
+            found[name] = str(options[name])
+    window = options.get("prefetch_window")
+    if window is not None:
+        found["concurrency"] = _number("storage_options.prefetch_window", window)
+    return found
 
 
 def _storage_options(args: Any) -> Mapping[str, Any]:

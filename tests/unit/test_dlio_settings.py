@@ -146,7 +146,7 @@ def test_memory_has_room_for_two_of_the_largest_batches():
     unet = {"record_length": 146_600_628, "record_length_stdev": 68_341_808, "batch_size": 7}
     largest = largest_batch_bytes(arguments(**unet))
     assert 7 * 146_600_628 < largest < 3 << 30
-    assert chosen(**unet).options.memory_bytes == 2 * largest
+    assert chosen(**unet).options.memory_bytes == 2 * largest + (64 << 20)
     assert chosen({"RAYLOADER_DELIVER": "no"}, **unet).options.memory_bytes == 512 << 20
     assert chosen(record_length=1000).options.memory_bytes == 512 << 20
 
@@ -185,3 +185,47 @@ def test_paths_that_dlio_has_mangled_are_put_right(path, changes, wanted):
 def test_objects_are_named_by_their_uri(path, wanted):
     given = arguments(storage_type="s3", storage_root="bucket", data_folder="data")
     assert located(path, given, "s3") == wanted
+
+
+def test_object_storage_is_found_where_dlio_has_it():
+    found = chosen(
+        storage_type="s3",
+        storage_options={
+            "storage_library": "s3dlio",
+            "endpoint_url": "http://127.0.0.1:9000",
+            "region": "here",
+            "access_key_id": "key",
+            "secret_access_key": "secret",
+            "prefetch_window": "32",
+        },
+    )
+    options = found.options
+    assert found.storage == "s3"
+    assert (options.endpoint_url, options.region) == ("http://127.0.0.1:9000", "here")
+    assert options.concurrency == 32
+    assert found.credentials == {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    assert "secret" not in repr(found)
+
+
+def test_the_environment_knows_object_storage_better():
+    """DLIO gives each rank an endpoint of its own there."""
+    found = chosen(
+        {"AWS_ENDPOINT_URL": "http://rank", "AWS_ACCESS_KEY_ID": "mine"},
+        storage_type="s3",
+        storage_options={"endpoint_url": "http://all", "access_key_id": "key"},
+    )
+    assert found.options.endpoint_url is None
+    assert found.credentials == {}
+
+
+@pytest.mark.parametrize("scheme", ["gs", "ftp"])
+def test_object_storage_that_rayloader_does_not_read_is_refused(scheme):
+    with pytest.raises(OptionError, match=rf"s3 \({scheme}\) is not served"):
+        chosen(storage_type="s3", storage_options={"uri_scheme": scheme})
+
+
+@pytest.mark.parametrize("scheme", ["file", "direct"])
+def test_files_behind_the_object_interface_are_read_as_files(scheme):
+    found = chosen(storage_type="s3", storage_options={"uri_scheme": scheme})
+    assert found.storage == "file"
+    assert found.options.direct is (scheme == "direct")
