@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import io
 import mmap
 import os
 import secrets
@@ -58,6 +59,8 @@ Indices = npt.NDArray[np.int64]
 Progress = Callable[[int], None]
 
 SUFFIX = ".arrow"
+_SAVED = (b".arrow", b".parquet")
+"""Ends of names that may be saved catalogs, where looking costs a request."""
 _KEY, _SIZE, _CHECKSUM = "key", "size", "checksum"
 _ROOT, _DIGEST = b"rayloader.root", b"rayloader.digest"
 _ARROW_MAGIC, _PARQUET_MAGIC = b"ARROW1", b"PAR1"
@@ -324,6 +327,29 @@ class Catalog:
         except OSError as error:
             raise CatalogError(f"{_shown(name)}: cannot be saved: {_reason(error)}") from error
 
+    def dumps(self) -> bytes:
+        """What :meth:`save` writes, as bytes."""
+        file = io.BytesIO()
+        self._write(file, {})
+        return file.getvalue()
+
+    @classmethod
+    def loads(cls, data: bytes, name: str, beside: bytes) -> Catalog:
+        """A catalog from the bytes of a saved one.
+
+        Args:
+            data: of an Arrow IPC file or Parquet.
+            name: for messages.
+            beside: what relative keys are relative to, if the catalog does not say.
+
+        Raises:
+            CatalogError: it is none.
+        """
+        descriptor = _Descriptor(os.memfd_create("rayloader-catalog", os.MFD_CLOEXEC))
+        with open(os.dup(descriptor.fd), "wb") as file:
+            file.write(data)
+        return cls._of_descriptor(descriptor, name, beside)
+
     def to_fd(self) -> int:
         """A new descriptor of this catalog, for :meth:`from_fd` in any process of this node.
 
@@ -389,6 +415,8 @@ class Catalog:
         """What lies below a prefix; if that is nothing and the URI a glob, what matches it."""
         place = location(uri)
         access = access if access is not None else Access.found(os.environ)
+        if uri.endswith(_SAVED) and (saved := cls._saved_object(uri, access)) is not None:
+            return saved
         catalog = cls._below(place, None, access, ticker)
         if not len(catalog) and has_magic(place.prefix):
             directory, pattern = split_glob(place.prefix[:-1])
@@ -397,6 +425,17 @@ class Catalog:
             globbed.metadata_ops += catalog.metadata_ops
             return globbed
         return catalog
+
+    @classmethod
+    def _saved_object(cls, uri: bytes, access: Access) -> Catalog | None:
+        """The catalog saved as an object of this very name; ``None`` where there is none."""
+        from rayloader.storage.bucket import Bucket
+
+        parent, _, name = uri.rpartition(b"/")
+        if scheme_of(uri) != b"s3" or location(parent + b"/").bucket == b"":
+            return None
+        data = Bucket(parent, access).get(os.fsdecode(name))
+        return None if data is None else cls.loads(data, _shown(uri), parent)
 
     @classmethod
     def _below(

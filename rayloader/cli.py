@@ -168,19 +168,32 @@ BUNDLE = "Certificate authorities to trust; not given: AWS_CA_BUNDLE, else the s
 )
 @option("--subfolders", type=int, default=0, help="Spread the files over so many folders.")
 @option("--seed", type=int, default=0, help="Another seed gives other bytes.")
-def generate_command(directory: str, files: int, **recipe: int) -> None:
+@of_reader("endpoint_url", OBJECTS, ENDPOINT, type=str, metavar="URL")
+@of_reader("region", OBJECTS, REGION, type=str, metavar="NAME")
+@of_reader("ca_bundle", OBJECTS, BUNDLE, type=str, metavar="FILE")
+def generate_command(
+    directory: str,
+    files: int,
+    endpoint_url: str | None,
+    region: str | None,
+    ca_bundle: str | None,
+    **recipe: int,
+) -> None:
     """Fill DIR with test files.
 
-    Their catalog, with sizes and checksums, is saved beside it as DIR.arrow. The bytes cannot be
-    compressed, each file is unique, and the same arguments give the same bytes on any machine.
-    Repeated, it finishes what was interrupted and does nothing when all is there.
+    DIR is a directory or s3://BUCKET/PREFIX. The files' catalog, with sizes and checksums, is saved
+    beside it as DIR.arrow. The bytes cannot be compressed, each file is unique, and the same
+    arguments give the same bytes on any machine. Repeated, it finishes what was interrupted and
+    does nothing when all is there.
     """
     from rayloader.experiment.generate import generate
     from rayloader.experiment.live import Counting
 
+    options = Options(endpoint_url=endpoint_url, region=region, ca_bundle=ca_bundle)
+    access = _access(directory, options)
     errors = _console(stderr=True)
     with Counting(errors, "files written", files) as counting:
-        catalog = generate(directory, files, progress=counting, **recipe)
+        catalog = generate(directory, files, progress=counting, access=access, **recipe)
     click.echo(
         f"{len(catalog):,} files, {(catalog.total_bytes or 0) / 1e9:.2f} GB in "
         f"{printable(directory)}; catalog: {printable(directory.rstrip('/'))}.arrow"

@@ -32,12 +32,14 @@ from rayloader.errors import (
     printable,
     storage_error,
 )
+from rayloader.storage.access import Access
 from rayloader.storage.listing import PosixLister
+from rayloader.storage.uri import is_object
 
 T = TypeVar("T")
 
-_RECIPE = b"rayloader.generate"
-_UNFINISHED = ".unfinished"
+RECIPE = b"rayloader.generate"
+UNFINISHED = ".unfinished"
 _BLOCK = 4 << 20
 """Bytes made, written or read at once; a multiple of 8 [bytes]."""
 _MAX_THREADS = 4
@@ -56,8 +58,11 @@ def generate(
     subfolders: int = 0,
     seed: int = 0,
     progress: Progress | None = None,
+    access: Access | None = None,
 ) -> Catalog:
     """Fill a directory with test data, flush it to disk, and save its catalog beside it.
+
+    ``s3://bucket/prefix`` is filled the same way, and its catalog is ``s3://bucket/prefix.arrow``.
 
     Called again with the same arguments it finds the data complete and returns at once, or
     finishes what was interrupted.
@@ -71,6 +76,7 @@ def generate(
         seed: another one gives other bytes and, with ``size_stdev``, other sizes.
         progress: called with the number of files written, at most ten times a second and at the
             end.
+        access: where a bucket is and who asks; ``None``: as the environment says.
 
     Returns:
         The catalog, equal to what listing the directory gives, with sizes and checksums.
@@ -80,7 +86,11 @@ def generate(
         UsageError: the directory holds other files, or was made with other arguments.
         StorageError: a file cannot be written; it is named.
     """
-    recipe = _Recipe(files, size, size_stdev, subfolders, seed)
+    recipe = Recipe(files, size, size_stdev, subfolders, seed)
+    if is_object(os.fsencode(directory)):
+        from rayloader.experiment.upload import upload
+
+        return upload(os.fspath(directory), recipe, access, Ticker(progress))
     root = os.path.abspath(directory)
     order, wanted = recipe.catalog(root)
     saved = _saved(root)
@@ -91,10 +101,10 @@ def generate(
     checksums = _write_all(recipe, wanted, order, Ticker(progress))
     _flush(wanted.root)
     catalog = Catalog(
-        wanted.root, wanted.keys, wanted.sizes, pa.array(checksums), {_RECIPE: recipe.dumps()}
+        wanted.root, wanted.keys, wanted.sizes, pa.array(checksums), {RECIPE: recipe.dumps()}
     )
     catalog.save(root + SUFFIX)
-    os.unlink(root + SUFFIX + _UNFINISHED)
+    os.unlink(root + SUFFIX + UNFINISHED)
     return Catalog.load(root + SUFFIX)
 
 
@@ -124,7 +134,7 @@ def verify(catalog: Catalog, progress: Progress | None = None) -> None:
 
     failures = [
         failure
-        for some in _in_parallel(verify_some, len(catalog), Ticker(progress))
+        for some in in_parallel(verify_some, len(catalog), Ticker(progress))
         for failure in some
     ]
     if failures:
@@ -139,7 +149,7 @@ def checksum(data: bytes | memoryview, before: int = 0) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Recipe:
+class Recipe:
     """The arguments that decide every byte."""
 
     files: int
@@ -163,6 +173,7 @@ class _Recipe:
         object.__setattr__(self, "size_stdev", float(stdev))
 
     def dumps(self) -> bytes:
+        """The arguments by name, to recognise them by."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
 
     def name(self, index: int) -> str:
@@ -202,9 +213,14 @@ def _stream(seed: int, purpose: int | str) -> np.random.PCG64DXSM:
     return np.random.PCG64DXSM(int.from_bytes(digest, "little"))
 
 
-def _in_parallel(work: Callable[[range], T], count: int, ticker: Ticker) -> Iterator[T]:
-    """Do the places 0 … count-1 in threads, some at a time; results come in order."""
-    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+def in_parallel(
+    work: Callable[[range], T], count: int, ticker: Ticker, threads: int = 0
+) -> Iterator[T]:
+    """Do the places 0 … count-1 in threads, some at a time; results come in order.
+
+    As many threads as there are CPUs, up to four, unless ``threads`` says otherwise.
+    """
+    threads = threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     step = max(1, min(_FILES_AT_ONCE, count // (8 * threads)))
     parts = [range(low, min(low + step, count)) for low in range(0, count, step)]
     with ThreadPoolExecutor(threads, "rayloader-files") as pool:
@@ -227,16 +243,16 @@ def _saved(root: str) -> Catalog | None:
         catalog = Catalog.load(path)
     except CatalogError as error:
         raise UsageError(f"{printable(path)} would be overwritten: {error}") from error
-    if _RECIPE not in catalog.extra:
+    if RECIPE not in catalog.extra:
         raise UsageError(
             f"{printable(path)} would be overwritten: it is another data set's catalog"
         )
     return catalog
 
 
-def _is_complete(saved: Catalog | None, recipe: _Recipe, wanted: Catalog) -> bool:
+def _is_complete(saved: Catalog | None, recipe: Recipe, wanted: Catalog) -> bool:
     """The data is there, to the size of every file, and nothing else is."""
-    if saved is None or saved.extra[_RECIPE] != recipe.dumps() or saved.root != wanted.root:
+    if saved is None or saved.extra[RECIPE] != recipe.dumps() or saved.root != wanted.root:
         return False
     if not os.path.isdir(wanted.root) or not os.listdir(wanted.root):
         return False
@@ -244,17 +260,17 @@ def _is_complete(saved: Catalog | None, recipe: _Recipe, wanted: Catalog) -> boo
     return found.digest == wanted.digest and np.array_equal(found.sizes, wanted.sizes)  # type: ignore[arg-type]
 
 
-def _claim(root: str, recipe: _Recipe, wanted: Catalog, saved: Catalog | None) -> None:
+def _claim(root: str, recipe: Recipe, wanted: Catalog, saved: Catalog | None) -> None:
     """Make the directory ours, or say whose it is."""
-    marker = root + SUFFIX + _UNFINISHED
+    marker = root + SUFFIX + UNFINISHED
     try:
         os.makedirs(root, exist_ok=True)
         found = {key for key, _ in PosixLister().list(wanted.root)}
         if found:
-            _check_maker(root, recipe, saved.extra[_RECIPE] if saved else _read(marker))
+            check_maker(root, recipe, saved.extra[RECIPE] if saved else _read(marker))
         strangers = sorted(found.difference(wanted.keys.to_pylist()))
         if strangers:
-            raise UsageError(f"{printable(root)} holds other files: {_some(strangers)}")
+            raise UsageError(f"{printable(root)} holds other files: {some(strangers)}")
         with open(marker, "wb") as file:
             file.write(recipe.dumps())
         for part in sorted({os.path.dirname(key) for key in wanted.keys.to_pylist()} - {b""}):
@@ -263,7 +279,7 @@ def _claim(root: str, recipe: _Recipe, wanted: Catalog, saved: Catalog | None) -
         raise storage_error(os.fsdecode(error.filename or root), error.errno or 0) from error
 
 
-def _check_maker(root: str, recipe: _Recipe, maker: bytes | None) -> None:
+def check_maker(root: str, recipe: Recipe, maker: bytes | None) -> None:
     """Raise unless the files in the directory were made from the same recipe."""
     if maker is None:
         raise UsageError(
@@ -292,14 +308,14 @@ def _read(path: str) -> bytes | None:
         return None
 
 
-def _some(keys: list[bytes]) -> str:
+def some(keys: list[bytes]) -> str:
     """A few names and how many more there are."""
     shown = ", ".join(printable(os.fsdecode(key)) for key in keys[:_NAMED])
     return shown + (f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "")
 
 
 def _write_all(
-    recipe: _Recipe, wanted: Catalog, order: npt.NDArray[np.int64], ticker: Ticker
+    recipe: Recipe, wanted: Catalog, order: npt.NDArray[np.int64], ticker: Ticker
 ) -> npt.NDArray[np.uint32]:
     """Write every file; uint32 [files], the checksums in catalog order."""
     checksums, sizes = np.zeros(len(wanted), np.uint32), recipe.sizes()
@@ -310,7 +326,7 @@ def _write_all(
             index, path = int(order[place]), os.path.join(wanted.root, key)
             checksums[place] = _write_one(recipe, index, path, int(sizes[index]))
 
-    for _ in _in_parallel(write_some, len(wanted), ticker):
+    for _ in in_parallel(write_some, len(wanted), ticker):
         pass
     return checksums
 
@@ -329,7 +345,7 @@ def _flush(directory: bytes) -> None:
         os.close(fd)
 
 
-def _write_one(recipe: _Recipe, index: int, path: bytes, size: int) -> int:
+def _write_one(recipe: Recipe, index: int, path: bytes, size: int) -> int:
     value = 0
     try:
         with open(path, "wb") as file:

@@ -301,7 +301,7 @@ class ObjectStorage:
         new.places = wanted
         new.stage = _Stage.FETCHING
         self._groups[group] = new
-        self._loop.call_soon_threadsafe(self._begin_fetch, new)
+        self._loop.call_soon_threadsafe(self._begin_read, new)
 
     def returns_at_once(self) -> bool:
         """See ``BulkReader``: it never does."""
@@ -411,22 +411,35 @@ class ObjectStorage:
     # ---- in the loop's thread
 
     def _begin_measure(self, group: _Group) -> None:
+        self._refuse(group)
         for i in range(group.n):
+            if group.sizes[i] < 0 and i not in group.failures:
+                group.unfinished += 1
+                self._queue.append(_Op(group, i, _Kind.HEAD))
+        if not group.unfinished:
+            self._complete(group)
+        self._pump()
+
+    def _begin_read(self, group: _Group) -> None:
+        self._refuse(group)
+        for i in group.failures:
+            group.places[i] = SKIP
+        self._begin_fetch(group)
+
+    def _refuse(self, group: _Group) -> None:
+        """Let what cannot be asked for fail at once."""
+        for i in range(group.n):
+            if group.stage is _Stage.FETCHING and group.places[i] == SKIP:
+                continue
             if self._spec.direct is True:
                 group.failures[i] = DirectUnsupported(
                     group.name(i), "object storage has no O_DIRECT"
                 )
             elif why := _not_a_name(joined(group.root, group.keys.key(i))):
                 group.failures[i] = made(ObjectNotFound, group.name(i), why, self._access)
-            elif group.sizes[i] < 0:
-                group.unfinished += 1
-                self._queue.append(_Op(group, i, _Kind.HEAD))
             self._fallback += self._spec.direct == "fallback"
         for i in group.failures:
             group.sizes[i] = -1
-        if not group.unfinished:
-            self._complete(group)
-        self._pump()
 
     def _begin_fetch(self, group: _Group) -> None:
         for i, place in enumerate(group.places):

@@ -15,15 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rayloader.config import LISTINGS_AT_ONCE
-from rayloader.errors import OptionError
 from rayloader.storage.access import Access
+from rayloader.storage.bucket import s3_client
 from rayloader.storage.listing import Glob
-from rayloader.storage.object_errors import no_credentials, of_botocore
+from rayloader.storage.object_errors import of_botocore
 from rayloader.storage.uri import Location, location, root_of, shown
 
 _PAGES_AHEAD = 64
 """Pages of up to 1,000 keys that wait to be taken, at most [pages]."""
-_CONNECT_SECONDS, _READ_SECONDS, _ATTEMPTS = 10, 60, 5
 _MOST_FOLDERS = 1000
 """With more prefixes than this at one level, they are not worth a request each [prefixes]."""
 _PAGES_HELD = 8
@@ -79,7 +78,7 @@ class _Pages:
         self._place = place
         self._root = shown(root_of(place))
         self._access = access
-        self._client = _client(self._root, access)
+        self._client = s3_client(self._root, access)
         self._found: queue.Queue[Page | BaseException | None] = queue.Queue(_PAGES_AHEAD)
         self._stopped = threading.Event()
         """Nobody listens any more."""
@@ -231,40 +230,3 @@ _LISTERS: dict[bytes, type[S3Lister] | type[AzureLister]] = {b"s3": S3Lister, b"
 
 def _entries(answer: dict[str, Any]) -> Page:
     return [(entry["Key"].encode(), entry["Size"]) for entry in answer.get("Contents", ())]
-
-
-def _client(root: str, access: Access) -> Any:
-    """A client of botocore for this endpoint: path style, as s3dlio has it.
-
-    Raises:
-        OptionError: botocore is not installed.
-        StorageError: there are no credentials.
-    """
-    try:
-        import botocore.session
-        from botocore.config import Config
-    except ImportError as error:
-        raise OptionError(
-            "listing a bucket needs botocore: pip install 'rayloader[objects]'"
-        ) from error
-    access = access.with_keys()
-    if not access.has_keys:
-        raise no_credentials(root, access)
-    return botocore.session.Session().create_client(
-        "s3",
-        endpoint_url=access.endpoint or None,
-        region_name=access.region_in_force,
-        aws_access_key_id=access.secrets["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=access.secrets["AWS_SECRET_ACCESS_KEY"],
-        aws_session_token=access.secrets.get("AWS_SESSION_TOKEN"),
-        verify=access.ca_bundle or None,
-        config=Config(
-            s3={"addressing_style": "path"},
-            connect_timeout=_CONNECT_SECONDS,
-            read_timeout=_READ_SECONDS,
-            max_pool_connections=LISTINGS_AT_ONCE,
-            retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-        ),
-    )

@@ -354,7 +354,7 @@ def test_a_directory_that_may_not_be_written_is_named(as_somebody):
 
 def test_a_full_disk_names_the_file():
     """/dev/full takes the bytes and then says that there is no room."""
-    recipe = generate_module._Recipe(1, 100_000, 0, 0, 0)
+    recipe = generate_module.Recipe(1, 100_000, 0, 0, 0)
     with pytest.raises(StorageError, match="/dev/full: No space left on device"):
         generate_module._write_one(recipe, 0, b"/dev/full", 100_000)
 
