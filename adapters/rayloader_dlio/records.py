@@ -26,6 +26,7 @@ import rayloader
 from rayloader import Catalog
 from rayloader.receipt import Fingerprint, name_hashes
 from rayloader_dlio import kernel
+from rayloader_dlio.settings import record_bytes
 
 if TYPE_CHECKING:
     from rayloader_dlio.session import Epoch, Session
@@ -178,7 +179,7 @@ steps``: read before the first step that AU counts; ``resident_bytes_before`` by
     options, launch = session.settings.options, session.ranks.launch
     per_file = int(session.args.num_samples_per_file)
     batch_size = session.args.batch_size if epoch.train else session.args.batch_size_eval
-    nominal = share.steps * int(batch_size) * int(session.args.record_length)
+    nominal = share.steps * int(batch_size) * record_bytes(session.args)
     resident = epoch.resident
     return {
         **receipt,

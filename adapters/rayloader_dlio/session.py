@@ -28,7 +28,7 @@ from rayloader import Catalog, OptionError, RankDataset
 from rayloader_dlio import assignment, kernel, records
 from rayloader_dlio.assignment import Part, Share
 from rayloader_dlio.ranks import Ranks
-from rayloader_dlio.settings import Settings, settings
+from rayloader_dlio.settings import Settings, record_bytes, settings
 
 FLATTERING_SHARE = 0.05
 """Of an epoch's steps: more read-ahead than this, and DLIO's AU says little of the storage."""
@@ -254,7 +254,7 @@ class Session:
         bound = options.read_ahead_batches
         if not options.deliver:
             return self.steps[True] if bound is None else bound
-        batch = max(1, int(self.args.record_length) * options.batch_size)
+        batch = max(1, record_bytes(self.args) * options.batch_size)
         room = max(1, self.dataset.memory_bytes // batch)
         return room if bound is None else min(bound, room)
 

@@ -215,6 +215,11 @@ def largest_batch_bytes(args: Any) -> int:
     return int(largest)
 
 
+def record_bytes(args: Any) -> int:
+    """A record's size as DLIO reckons with it [bytes]."""
+    return round(_side_of_record(args)[0] ** 2)
+
+
 def _side_of_record(args: Any) -> tuple[float, float]:
     """Mean and deviation of the side of a square record, as DLIO draws it [sqrt(bytes)]."""
     length = max(int(args.record_length), 1)

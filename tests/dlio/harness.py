@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import json
 import os
+import pwd
 import random
 import shutil
 import signal
@@ -35,6 +36,8 @@ ADAPTER = "rayloader_dlio.RayDataLoader"
 RECEIPTS = "rayloader_receipts_*.jsonl"
 LIMIT = 400.0
 """A run that takes longer hangs [s]."""
+TORCHS_OWN = "torchinductor_"
+"""A directory that torch leaves in TMPDIR."""
 MPIRUN = ("--allow-run-as-root", "--oversubscribe")
 
 
@@ -282,6 +285,7 @@ class Running:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"hangs after {limit} s:\n{self.said[-6000:]}") from None
         seconds = time.monotonic() - self._began
+        shutil.rmtree(Path(self._dlio.census.tmp, f"{TORCHS_OWN}{_user()}"), ignore_errors=True)
         try:
             gone_after = self._dlio.census.gone(gone)
         except AssertionError:
@@ -304,6 +308,10 @@ class Running:
             left=self._dlio.census.left(),
             gone_after=gone_after,
         )
+
+
+def _user():
+    return pwd.getpwuid(os.getuid()).pw_name
 
 
 @functools.cache

@@ -179,18 +179,19 @@ def test_bytes_are_those_of_the_files(ours):
         size = sum(map(ours.size, prefix(ours, part, epoch, rank, samples=steps * batch)))
         assert record["bytes_files"] == record["bytes_delivered"] == size
         assert record["bytes_transferred"] == size
-        assert record["bytes_nominal"] == steps * batch * 4000
+        assert record["bytes_nominal"] == pytest.approx(steps * batch * 4000, rel=0.01)
 
 
-def test_dlios_own_figures_agree_with_the_wall_clock(ours):
+def test_dlios_own_figures_agree_with_the_wall_clock(dlio, ours):
     assert ours.summary["num_accelerators"] == 2
     assert ours.summary["epochs"] == EPOCHS
     assert 0 < ours.summary["metric"]["train_au_mean_percentage"] < 100
     output = json.loads((ours.folder / "0_output.json").read_text())
+    counted = STEPS if dlio.dlio.is_release_2_0_0 else STEPS - 2  # DLIO 3 leaves out two
     for epoch in range(1, EPOCHS + 1):
         throughput = output[str(epoch)]["throughput"]["block1"]
         asked, note = ours.noted(0, "start_train", epoch)["at"], ours.noted(0, "end_train", epoch)
-        assert STEPS * BATCH / (note["at"] - asked) <= throughput
+        assert counted * BATCH / (note["at"] - asked) <= throughput
         assert throughput <= STEPS * BATCH / (note["last"] - note["first"])
 
 
