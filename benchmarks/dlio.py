@@ -281,6 +281,7 @@ def _measured(
                         del runs[one.name]
                         continue
                 runs[one.name].append(result)
+                console.print(f"{heat.case.name}, {one.name}: {_rate(result):,.0f} samples/s")
     family = {one.name: one.family for one in heat.contenders}
     rows = heat.rows(runs, family, limit)
     for outcome in _outcomes(heat, runs, family, limit, absent):
