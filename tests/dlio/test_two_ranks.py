@@ -52,7 +52,8 @@ def own(dlio, ours):
     """DLIO's own loader, on the same configuration; without its decoder, which wants pictures."""
     prepare(dlio, ours=False)
     finished = dlio.run(2, overrides=own_format(dlio))
-    assert finished.status == 0, finished.said[-6000:]
+    # Not the status: after making data, a rank of mlcommons' fork leaves MPI without a word.
+    assert "outputs saved" in finished.said, finished.said[-6000:]
     return finished
 
 
