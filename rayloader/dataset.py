@@ -73,6 +73,9 @@ class Batch:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """Every sample in turn, made in one call where they lie one after the other."""
+        if apart := _evenly_apart(self._places, self._sizes):
+            shape = len(self), self._sizes[0]
+            return iter(self._data.as_strided(shape, (apart, 1), self._places[0]).unbind())
         cut = _cut(self._places, self._sizes, self._data.numel())
         if cut is None:
             return (self[index] for index in range(len(self)))
@@ -339,6 +342,15 @@ class RankDataset(IterableDataset[Batch]):
             StateMismatch: it belongs to another catalog, seed or list, and says which.
         """
         self._loader.load_state(state)
+
+
+def _evenly_apart(places: list[int], sizes: list[int]) -> int:
+    """How far apart samples of one size lie that have gaps between them [bytes]; 0: otherwise."""
+    if len(places) < 2 or places[0] < 0 or sizes.count(sizes[0]) < len(sizes):
+        return 0
+    apart = places[1] - places[0]
+    even = places == list(range(places[0], places[0] + apart * len(places), apart or 1))
+    return apart if even and apart > sizes[0] else 0
 
 
 def _cut(places: list[int], sizes: list[int], length: int) -> tuple[list[int], list[int]] | None:

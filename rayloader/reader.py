@@ -343,9 +343,11 @@ class Reader:
                 return outcomes
 
     def _plan_one(self) -> bool:
-        """Take the next batch of the plan, unless enough files are open; True if there was one."""
+        """Take the next batch of the plan, unless enough are waiting; True if there was one."""
         opened = sum(len(batch.entries) for batch in self._unplaced)
         if opened >= 2 * self._concurrency or not self._may_read_ahead():
+            return False
+        if self._unplaced and self._unplaced[-1].expected:  # nothing to be opened ahead
             return False
         one = next(self._planned, None)
         if one is None:
