@@ -27,7 +27,7 @@ RANGES_BYTES = 64 * MIB
 they get an eighth if that is less [bytes]."""
 LISTINGS_AT_ONCE = 16
 """Requests in flight while a bucket is listed [requests]."""
-LOOK_AHEAD_BYTES = 24 * MIB
+LOOK_AHEAD_BYTES = 32 * MIB
 """So much is being read at least, and no more while reads return at once [bytes]."""
 SIZES_REMEMBERED = 4_000_000
 """A reader remembers the sizes of a catalog's entries when there are no more [entries]."""

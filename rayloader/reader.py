@@ -47,6 +47,7 @@ from rayloader.storage.uri import is_object
 CACHE_LINE = 64
 _NOT_WANTED = -2
 _WATCH_SECONDS = 0.1
+_QUICK_READS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,12 +372,14 @@ class Reader:
     def _enough(self) -> bool:
         """As much is being read as can be of use.
 
-        What is read from the page cache is still in the CPU's cache when the trainer takes it,
-        unless too much else is read in between.
+        Reads that take their time: twice what may be in flight. Reads that return at once: enough
+        for the threads never to wait, and not so much that what they read has left the CPU's cache
+        before the trainer takes it.
         """
-        if self._fetching >= 2 * self._concurrency:
-            return True
-        return self._fetching_bytes >= LOOK_AHEAD_BYTES and self._storage.returns_at_once()
+        if not self._storage.returns_at_once():
+            return self._fetching >= 2 * self._concurrency
+        many = self._fetching >= _QUICK_READS * self._concurrency
+        return many or self._fetching_bytes >= LOOK_AHEAD_BYTES
 
     def _place(self) -> list[Outcome]:
         """Give room to measured batches, in order, and read them."""
