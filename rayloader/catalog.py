@@ -297,6 +297,30 @@ class Catalog:
         offsets, values = _views(self.keys.take(_int64s(indices)))
         return values[: offsets[-1]].tobytes(), offsets
 
+    def sized_by(self, listing: Catalog) -> Catalog:
+        """This catalog with the sizes of those of its entries that another one has too.
+
+        For an explicit list of objects whose names and sizes a listing has: with its size known,
+        an object costs one request.
+
+        Args:
+            listing: one with sizes; its names are looked up as whole paths or URIs.
+        """
+        if listing.sizes is None or not len(listing) or self.sizes is not None:
+            return self
+        keys = self.keys
+        if self.root != listing.root:
+            if self.root not in (b"/", listing.root.partition(b"://")[0] + b"://"):
+                return self
+            above = listing.root.rstrip(b"/") + b"/"
+            below = pc.starts_with(keys, pattern=above)
+            relative = pc.replace_substring(keys, above, b"", max_replacements=1)
+            keys = pc.if_else(below, relative, pa.scalar(None, keys.type))
+        places = pc.fill_null(pc.index_in(keys, value_set=listing.keys, skip_nulls=True), -1)
+        found = np.frombuffer(places.buffers()[1], np.int32)[: len(keys)]
+        sizes = np.where(found >= 0, listing.sizes[found], -1)
+        return Catalog(self.root, self.keys, sizes, self.checksums, self.extra)
+
     def with_sizes(self, progress: Progress | None = None) -> Catalog:
         """This catalog with the size of every regular file that can be looked up, -1 otherwise."""
         sizes = _look_up_sizes(self, Ticker(progress))

@@ -167,8 +167,15 @@ class Loader:
                 raise OptionError(
                     f"{name}={given} goes with files=[...]: a catalog decides its own steps"
                 )
-        listed = files if files is None or isinstance(files, Catalog) else Catalog.of_files(files)
+        listed = None if files is None else self._listed(files)
         self._move(self._share.moved(self._next, number, listed, steps, batch_size))
+
+    def _listed(self, files: Sequence[Any] | Catalog) -> Catalog:
+        """An epoch's own list, with the sizes that the source's listing has of its objects."""
+        listed = files if isinstance(files, Catalog) else Catalog.of_files(files)
+        if not is_object(listed.root) or self.catalog is None:
+            return listed
+        return listed.sized_by(self.catalog)
 
     @property
     def steps(self) -> int:

@@ -180,9 +180,7 @@ class BulkReader(Protocol):
         """
         ...
 
-    def measure(
-        self, group: int, root: bytes, keys: Keys, sizes: npt.NDArray[np.int64] | None = None
-    ) -> None:
+    def measure(self, group: int, root: bytes, keys: Keys) -> None:
         """Open the objects ``root``/``keys.key(i)`` and learn their sizes.
 
         A key that is an absolute path stands by itself; with an empty root all should be. Below an
@@ -193,9 +191,6 @@ class BulkReader(Protocol):
             group: a number that is not in use.
             root: where the keys are.
             keys: of the objects.
-            sizes: int64 [n], what the listing said, -1 where it did not [bytes]. Where asking
-                costs a request, they are believed until the object is read, and then an object of
-                another size is ``Replaced`` or ``Truncated``. Others may ignore them.
         """
         ...
 

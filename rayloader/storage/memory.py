@@ -208,9 +208,7 @@ class MemoryStorage:
             raise BufferError("the memory is not writable")
         self._memory = view
 
-    def measure(
-        self, group: int, root: bytes, keys: Keys, sizes: npt.NDArray[np.int64] | None = None
-    ) -> None:
+    def measure(self, group: int, root: bytes, keys: Keys) -> None:
         """See ``BulkReader``."""
         self._check()
         if group in self._groups:

@@ -255,14 +255,12 @@ class ObjectStorage:
         self._memory = view
         self._bytes = np.frombuffer(view, np.uint8)
 
-    def measure(
-        self, group: int, root: bytes, keys: Keys, sizes: npt.NDArray[np.int64] | None = None
-    ) -> None:
-        """See ``BulkReader``. One HEAD for each object whose size is not known, else nothing."""
+    def measure(self, group: int, root: bytes, keys: Keys) -> None:
+        """See ``BulkReader``. One HEAD for each object."""
         self._check()
         if group in self._groups:
             raise UsageError(f"group {group} is in use")
-        new = self._groups[group] = _Group(group, root, keys, sizes)
+        new = self._groups[group] = _Group(group, root, keys, None)
         self._loop.call_soon_threadsafe(self._begin_measure, new)
 
     def fetch(self, group: int, places: npt.NDArray[np.int64]) -> None:
@@ -413,7 +411,7 @@ class ObjectStorage:
     def _begin_measure(self, group: _Group) -> None:
         self._refuse(group)
         for i in range(group.n):
-            if group.sizes[i] < 0 and i not in group.failures:
+            if i not in group.failures:
                 group.unfinished += 1
                 self._queue.append(_Op(group, i, _Kind.HEAD))
         if not group.unfinished:

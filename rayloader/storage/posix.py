@@ -148,9 +148,7 @@ class PosixStorage:
         """See ``BulkReader``. The memory stays exported until ``close``."""
         self._core.attach(memory)
 
-    def measure(
-        self, group: int, root: bytes, keys: Keys, sizes: npt.NDArray[np.int64] | None = None
-    ) -> None:
+    def measure(self, group: int, root: bytes, keys: Keys) -> None:
         """See ``BulkReader``."""
         self._core.measure(group, root, keys.blob, keys.offsets)
         self._measured[group] = (root, keys)

@@ -47,13 +47,11 @@ class RoutedStorage:
         for storage in self._served.values():
             storage.attach(memory)
 
-    def measure(
-        self, group: int, root: bytes, keys: Keys, sizes: npt.NDArray[np.int64] | None = None
-    ) -> None:
+    def measure(self, group: int, root: bytes, keys: Keys) -> None:
         """See ``BulkReader``."""
         self._check()
         storage = self._serving(root)
-        storage.measure(group, root, keys, sizes)
+        storage.measure(group, root, keys)
         self._of_group[group] = storage
 
     def fetch(self, group: int, places: npt.NDArray[np.int64]) -> None:
