@@ -73,7 +73,7 @@ _TRANSPORT: tuple[tuple[re.Pattern[str], Kind, str], ...] = (
     (re.compile(r"dns error|name resolution|lookup", re.I), errors.Unreachable, "no such host"),
     (re.compile(r"minimum throughput"), errors.TimedOut, "the server stopped sending"),
     (re.compile(r"request timed out|operation timed out"), errors.TimedOut, "no answer in time"),
-    (re.compile(r"before message length|partially received|body", re.I), errors.Truncated,
+    (re.compile(r"before message length|partially received|\bbody\b", re.I), errors.Truncated,
      "the connection ended before the object did"),
     (re.compile(r"connection closed|reset|SendRequest|unreachable|I/O error|broken pipe", re.I),
      errors.Unreachable, "the connection broke"),
