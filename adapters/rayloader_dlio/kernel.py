@@ -82,9 +82,12 @@ class RayProcesses:
         """Found when they are first asked for."""
         self._reader = 0
         self._pids: list[int] = []
+        self._before = 0.0
 
     def cpu_seconds(self, reader_pid: int) -> float | None:
-        """Their CPU time so far [s]; ``None``: they are gone.
+        """Their CPU time since this was last asked, at first since their start [s].
+
+        ``None`` when they are gone.
 
         A reader's parent is the raylet, whose parent keeps it and the GCS.
 
@@ -96,9 +99,11 @@ class RayProcesses:
                 keeper = _stat(_stat(reader_pid).parent).parent
                 self._pids = [keeper, *_children(keeper)]
                 self._reader = reader_pid
-            return sum(_stat(pid).cpu_seconds for pid in self._pids)
+            now = sum(_stat(pid).cpu_seconds for pid in self._pids)
         except OSError:
             return None
+        before, self._before = self._before, now
+        return max(0.0, now - before)
 
 
 def _children(parent: int) -> list[int]:

@@ -164,9 +164,10 @@ def record(epoch: Epoch) -> dict[str, Any]:
     ``files_read``, ``files_remainder``; ``assigned_hash`` and ``assigned_order_hash`` of the files
     that the steps need, as ``read_hash`` and ``order_hash`` are of those read; ``share_hash`` of
     all that DLIO assigned; ``dataset_hash`` of this rank's slice of all files (the ranks' add up);
-    ``bytes_nominal`` as DLIO reckons; ``bytes_files``; ``bytes_delivered``; ``bytes_in_excluded_\
-steps``: read before the first step that AU counts; ``resident_bytes_before`` by a sample;
-    ``device_bytes`` of everybody on the node; times in seconds.
+    ``bytes_nominal`` as DLIO reckons; ``bytes_files``; ``bytes_delivered``;
+    ``bytes_in_excluded_steps``: read before the first step that AU counts, or for the last that it
+    does not; ``resident_bytes_before`` by a sample; ``device_bytes`` and ``cpu_ray`` of everybody
+    on the node, the latter since the record before; times in seconds.
     """
     session, share, measure = epoch.session, epoch.share, epoch.measure
     assert share is not None

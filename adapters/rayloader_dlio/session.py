@@ -333,6 +333,7 @@ class Epoch:
         session.dataset.set_epoch(number, files, here.reader_steps, here.batch_files)
         incoming = iter(session.dataset)
         excluded_first = int(getattr(session.args, "metric_exclude_start_steps", 0))
+        excluded_last = int(getattr(session.args, "metric_exclude_end_steps", 0))
         arrived = 0
         for step in range(here.steps):
             asked = time.perf_counter() if step else called
@@ -343,6 +344,8 @@ class Epoch:
                 batch = next(incoming)
                 self._report(batch.sizes.tolist())
                 arrived += 1
+                if step >= max(excluded_first, here.steps - excluded_last):
+                    self.excluded_bytes += batch.nbytes
                 del batch  # its memory is free for the next one
             if step == here.steps - 1:
                 next(incoming, None)  # the reader's account is complete
@@ -365,7 +368,10 @@ class Epoch:
             self.all_hashes = session.hashed(Catalog.of_files(self.share.rest))
 
     def _count_excluded(self) -> None:
-        """What has been read before the first step that DLIO's AU counts [bytes]."""
+        """What has been read before the first step that DLIO's AU counts [bytes].
+
+        The reader's own count may be a moment old: what has been delivered was read for certain.
+        """
         receipt = self.session.dataset.receipt
         self.excluded_bytes = max(receipt.bytes_transferred, receipt.bytes)
 
