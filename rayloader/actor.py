@@ -200,7 +200,9 @@ class ReaderActor:
                 traceback.print_exc()
                 _end(1)
             if self._loop is not None:
-                time.sleep(_GRACE_SECONDS)
+                from rayloader.config import CLOSE_SECONDS
+
+                time.sleep(CLOSE_SECONDS)
                 _end(0)
 
         threading.Thread(target=body, name="rayloader-reader", daemon=True).start()
@@ -213,11 +215,6 @@ def _scheme(catalog: Catalog | None) -> str:
     if catalog is None:
         return "any"
     return scheme_of(catalog.root).decode() if is_object(catalog.root) else "file"
-
-
-_GRACE_SECONDS = 1.0
-"""A closing trainer has Ray end this process, which Ray then does not report as a crash; when
-nobody does, it ends by itself after this [s]."""
 
 
 def _end(status: int) -> NoReturn:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from rayloader.config import Options
+from rayloader.config import LEAVE_SECONDS, PROBE_SECONDS, Options
 from rayloader.errors import (
     ClusterError,
     ClusterUnreachable,
@@ -40,10 +40,6 @@ from rayloader.node import Guardian, RayAddress
 
 NAMESPACE = "rayloader"
 """The Ray namespace of what rayloader joins by itself."""
-PROBE_SECONDS = 3.0
-"""An address must take a connection and speak HTTP/2 within this [s]."""
-LEAVE_SECONDS = 5.0
-"""Ray's own shutdown may take this long; then it is left to the guardian [s]."""
 _DRIVER_ENVIRONMENT = ("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
 _PRIVATE_CONSTANTS = {"ENABLE_RAY_CLUSTER": False, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": False}
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])

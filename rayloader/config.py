@@ -33,6 +33,35 @@ SIZES_REMEMBERED = 4_000_000
 """A reader remembers the sizes of a catalog's entries when there are no more [entries]."""
 TABLES_BYTES = 4 * MIB
 """Least arena of a reader that drops the bytes: room for batches' tables only [bytes]."""
+DESCRIPTOR_SECONDS = 5.0
+"""How long an open waits for a free descriptor before "too many open files" is an error [s]; the C
+engine has the same."""
+CLOSE_SECONDS = 1.0
+"""A reader whose trainer has gone ends by itself after this [s]. A closing trainer has Ray end it,
+which Ray then does not report as a crash."""
+KILL_SECONDS = 5.0
+"""A killed reader has ended within this [s], or a read that hangs in the kernel keeps it."""
+PROBE_SECONDS = 3.0
+"""A Ray's address must take a connection and speak HTTP/2 within this [s]."""
+LEAVE_SECONDS = 5.0
+"""Ray's own shutdown may take this long; then it is left to the guardian [s]."""
+FIRST_OWNER_SECONDS = 8.0
+"""A guardian that nobody joins within this ends [s]: its starter was interrupted or killed."""
+END_SECONDS = 8.0
+"""What a guardian has killed must be gone within this; then it is left, stuck in the kernel [s]."""
+GUARDIAN_MESSAGE_BYTES = 128 << 10
+"""Bound on one message between rank and guardian; a SEQPACKET message must fit in the send
+buffer [bytes]."""
+DIRECTORY_BYTES = 78
+"""Longest private directory: Ray's socket names in it must stay below 108 [bytes]."""
+DIRECTORY_FREE_BYTES = 16 * MIB
+"""Free space that Ray's files need at the least [bytes]."""
+OBJECT_STORE_BYTES = 80 * MIB
+"""Object store of a private Ray, just above Ray's least; batches do not go through it [bytes]."""
+RAY_ADDRESS_SPACE = 2304 * MIB
+"""Ray 2.60 maps so much, at the least, into a process that joins it; with less it hangs [bytes]."""
+LEAST_PROCESSES, USUAL_PROCESSES = 80, 500
+"""Of a guardian, its private Ray and a reader: on two CPUs, and on many [processes and threads]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

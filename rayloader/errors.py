@@ -36,7 +36,8 @@
         ├── ClusterUnreachable                no Ray answers at the address
         └── PlacementFailed                   Ray cannot place the reader on its rank's node
 
-The first line of every message is complete in itself. All of them pickle, notes included.
+The first line of every message is complete in itself. All of them pickle, with their
+notes, and with causes that are errors of rayloader too.
 """
 
 from __future__ import annotations
@@ -47,7 +48,19 @@ from typing import Any
 
 
 class RayloaderError(Exception):
-    """Base of every error that rayloader raises on purpose."""
+    """Base of every error that rayloader raises on purpose.
+
+    A cause that is one of them too travels along when it is pickled.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made: Any = super().__reduce__()
+        return made[0], made[1], self._with_cause(self.__dict__)
+
+    def _with_cause(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What is set anew after unpickling, by attributes' names."""
+        cause = self.__cause__
+        return state | {"__cause__": cause} if isinstance(cause, RayloaderError) else state
 
 
 class OptionError(RayloaderError, ValueError):
@@ -99,7 +112,8 @@ class StorageError(RayloaderError, OSError):
         return f"{printable(self.key)}: {self.cause}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.key, self.cause, self.errno or 0), self.__dict__
+        state = self._with_cause(self.__dict__)
+        return type(self), (self.key, self.cause, self.errno or 0), state
 
 
 class ObjectNotFound(StorageError, FileNotFoundError):

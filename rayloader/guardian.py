@@ -35,26 +35,19 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
-from rayloader.limits import too_few_processes
-from rayloader.node import (
+from rayloader.config import (
+    DIRECTORY_BYTES,
+    DIRECTORY_FREE_BYTES,
+    END_SECONDS,
+    FIRST_OWNER_SECONDS,
     LEAST_PROCESSES,
-    LOST_THE_RACE,
-    SERVING,
     USUAL_PROCESSES,
-    encode,
-    peer,
-    receive,
 )
+from rayloader.limits import too_few_processes
+from rayloader.node import LOST_THE_RACE, SERVING, encode, receive
+from rayloader.sockets import peer
 
-FIRST_OWNER_SECONDS = 8.0
-"""A guardian that nobody joins within this ends [s]: its starter was interrupted or killed."""
-END_SECONDS = 8.0
-"""What has been killed must be gone within this; then it is left (stuck in the kernel) [s]."""
 DIRECTORY_PREFIX = "rayloader-"
-DIRECTORY_BYTES = 78
-"""Longest private directory: Ray's socket names in it must stay below 108 [bytes]."""
-DIRECTORY_FREE_BYTES = 16 << 20
-"""Free space that Ray's files need at the least [bytes]."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _BACKLOG = 512
@@ -89,7 +82,6 @@ class _Server:
         self._selector = selectors.DefaultSelector()
         self._owners: set[_Peer] = set()
         self._shared: dict[str, _Shared] = {}
-        self._said: dict[str, list[tuple[_Peer, str]]] = {}
         self._rays: list[_PrivateRay] = []
         self._stop = False
         self._do: dict[str, Callable[[_Peer, dict[str, Any]], None]] = {
@@ -97,7 +89,6 @@ class _Server:
             "ray": self._ask_ray,
             "shared": self._ask_shared,
             "forget": self._forget,
-            "agree": self._agree,
         }
 
     def serve(self) -> None:
@@ -179,10 +170,6 @@ class _Server:
                 self._leave(one.pid)
         for ray in self._rays:
             ray.waiting = [other for other in ray.waiting if other is not one]
-        for name, said in list(self._said.items()):
-            self._said[name] = [(other, value) for other, value in said if other is not one]
-            if not self._said[name]:
-                del self._said[name]
         for name, shared in list(self._shared.items()):
             shared.waiting = [other for other in shared.waiting if other is not one]
             if shared.fd is None and shared.maker is one:
@@ -318,18 +305,6 @@ class _Server:
         if shared.fd is not None and shared.holders.total() == 0:
             os.close(shared.fd)
             del self._shared[name]
-
-    # Agreement
-
-    def _agree(self, one: _Peer, message: dict[str, Any]) -> None:
-        name, parties = str(message["name"]), int(message["parties"])
-        said = self._said.setdefault(name, [])
-        said.append((one, str(message["value"])))
-        values = sorted({value for _, value in said})
-        if len(values) > 1 or len(said) >= parties:
-            del self._said[name]
-            for other, _ in said:
-                self._answer(other, {"values": values})
 
 
 class _PrivateRay:

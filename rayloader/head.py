@@ -16,9 +16,8 @@ import threading
 from typing import Any, NoReturn
 
 from rayloader import guardian
+from rayloader.config import OBJECT_STORE_BYTES
 
-OBJECT_STORE_BYTES = 80 << 20
-"""Object store of a private Ray, just above Ray's least; batches do not go through it [bytes]."""
 NEVER = 365 * 24 * 3600
 """A deadline that Ray insists on and that must not come [s]."""
 

@@ -40,6 +40,29 @@ _MEMORY_FILES = {
     2: ("memory.max", "memory.current", ""),
 }
 _AGES = ("active", "inactive")
+_OOM_FILES = {1: "memory.oom_control", 2: "memory.events"}
+
+
+class OomKills:
+    """Whether the kernel's out-of-memory killer has struck in a process's memory cgroup since."""
+
+    def __init__(self, pid: int, mount: str = _CGROUPS, membership: str = "") -> None:
+        """Count from now on; the process may end meanwhile."""
+        self._file = ""
+        for group, version in _groups("memory", mount, membership or f"/proc/{pid}/cgroup"):
+            if os.path.exists(file := f"{group}/{_OOM_FILES[version]}"):
+                self._file = file  # the last is the process's own
+        self._before = self._count()
+
+    @property
+    def risen(self) -> bool:
+        """True when a process of that group has been killed; never where nobody counts."""
+        return self._count() > self._before
+
+    def _count(self) -> int:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return int(dict(line.split() for line in _read(self._file).splitlines())["oom_kill"])
+        return 0
 
 
 def too_few_processes(wanted: int) -> str:

@@ -94,6 +94,8 @@ class Loader:
         Raises:
             CatalogError: the source cannot be listed, or other ranks see another one.
             ClusterError: Ray cannot be joined or started.
+            ReaderLost: the reader does not come up, or dies doing so more than ``max_restarts``
+                times.
         """
         self._require_this_process()
         with self._lock:
@@ -102,7 +104,7 @@ class Loader:
             if self._state is _State.NEW:
                 remote = RemoteReader(self.options, self.launch, self.catalog, self._known_access())
                 try:
-                    remote.start()
+                    self._start(remote)
                     self._compare_catalogs()
                 except BaseException:
                     remote.close()
@@ -277,6 +279,28 @@ class Loader:
 
     # Inside
 
+    def _start(self, remote: RemoteReader) -> None:
+        """Start the first reader; one that dies meanwhile is replaced like any other."""
+        try:
+            remote.start()
+        except ReaderGone as gone:
+            for _ in range(self.options.max_restarts):
+                self._mourn(remote, gone)
+                try:
+                    remote.restart()
+                except ReaderGone as again:
+                    gone = again
+                else:
+                    return
+            raise ReaderLost(
+                f"the reader of rank {self.shard.rank} does not come up "
+                f"(max_restarts={self.options.max_restarts}): {gone}"
+            ) from gone
+
+    def _mourn(self, remote: RemoteReader, gone: ReaderGone) -> None:
+        why = remote.why_gone(gone)
+        log.warning("reader of rank %d is gone (%s); starting another", self.shard.rank, why)
+
     @property
     def _share(self) -> Share:
         return Share(self.catalog, self.shard, self.options)
@@ -383,13 +407,10 @@ class Loader:
                     self._leave(run)
                     raise ReaderLost(
                         f"the reader of rank {self.shard.rank} is gone again without having "
-                        f"delivered a batch (max_restarts={self.options.max_restarts}): {gone}"
+                        f"delivered a batch (max_restarts={self.options.max_restarts}): "
+                        f"{remote.why_gone(gone)}"
                     ) from gone
-                log.warning(
-                    "reader of rank %d is gone (%s); starting another",
-                    self.shard.rank,
-                    str(gone).splitlines()[0],
-                )
+                self._mourn(remote, gone)
                 run.reader_gone(remote.counts())
                 try:
                     remote.restart()

@@ -3,7 +3,7 @@
 The first rank that asks starts the guardian (``rayloader.guardian``); binding an abstract socket
 named by user and run decides who was first. Every rank that has joined is an owner. When the last
 owner is gone, however it went, the guardian ends everything it started, removes its directory and
-exits. It also passes file descriptors from one rank to the others and compares what they say.
+exits. It also passes file descriptors from one rank to the others.
 
 This module is the ranks' side: it imports neither ray, torch nor numpy.
 """
@@ -19,7 +19,6 @@ import os
 import pickle
 import secrets
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -28,22 +27,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from rayloader.config import GUARDIAN_MESSAGE_BYTES, LEAST_PROCESSES
 from rayloader.errors import ClusterError, chained
 from rayloader.launch import scrubbed
 from rayloader.limits import too_few_processes
+from rayloader.sockets import peer
 
 PROTOCOL = 1
 """Ranks and guardian must speak the same; it is part of the socket's name."""
-MESSAGE_BYTES = 128 << 10
-"""Bound on one message, either way [bytes]; a SEQPACKET message must fit in the send buffer."""
 SERVING, LOST_THE_RACE = 0, 3
 """Exit statuses of the process that starts the guardian."""
 
-LEAST_PROCESSES, USUAL_PROCESSES = 80, 500
-"""Of a guardian, its private Ray and a reader: on two CPUs, and on many [processes and threads]."""
-
 _RETRY_SECONDS = 0.02
-_UCRED = struct.Struct("3i")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,27 +148,6 @@ class Guardian:
         with contextlib.suppress(ClusterError), self._call({"do": "forget", "name": name}, 5.0, ""):
             pass
 
-    def agree(self, name: str, value: str, *, parties: int, timeout: float) -> tuple[str, ...]:
-        """Compare what several processes of this node say under one name.
-
-        Waits until ``parties`` have spoken or two of them differ.
-
-        Args:
-            name: of the question; may be asked again once it has been answered.
-            value: this process's answer, at most a few KiB.
-            parties: how many will speak, this one included, > 0.
-            timeout: until the others must have spoken [s].
-
-        Returns:
-            The distinct values heard: one when all agree.
-
-        Raises:
-            ClusterError: the guardian is gone, or fewer than ``parties`` spoke in time.
-        """
-        request = {"do": "agree", "name": name, "value": value, "parties": parties}
-        with self._call(request, timeout, f"the other ranks about {name!r}") as (_, reply, _fds):
-            return tuple(reply["values"])
-
     def check(self) -> None:
         """Do nothing while the guardian lives.
 
@@ -260,22 +234,17 @@ def socket_name(run_id: str) -> bytes:
     return f"\0rayloader/{os.getuid()}/{digest}".encode()
 
 
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user id of the other end, as the kernel knows them."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    pid, uid, _ = _UCRED.unpack(raw)
-    return pid, uid
-
-
 def encode(message: Mapping[str, Any]) -> bytes:
     """A message as it travels.
 
     Raises:
-        ClusterError: it is longer than MESSAGE_BYTES.
+        ClusterError: it is longer than GUARDIAN_MESSAGE_BYTES.
     """
     data = json.dumps(message).encode()
-    if len(data) > MESSAGE_BYTES:
-        raise ClusterError(f"a message of {len(data)} bytes: at most {MESSAGE_BYTES} can be shared")
+    if len(data) > GUARDIAN_MESSAGE_BYTES:
+        raise ClusterError(
+            f"a message of {len(data)} bytes: at most {GUARDIAN_MESSAGE_BYTES} can be shared"
+        )
     return data
 
 
@@ -285,7 +254,9 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     Raises:
         ConnectionError: the peer is gone, or what it says is no message.
     """
-    data, fds, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+    data, fds, _, _ = socket.recv_fds(
+        connection, GUARDIAN_MESSAGE_BYTES, 4, socket.MSG_CMSG_CLOEXEC
+    )
     try:
         message = json.loads(data) if data else {}
         if not isinstance(message, dict):

@@ -13,7 +13,7 @@ from rayloader.catalog import Catalog
 from rayloader.channel import Channel, Delivery, ReaderGone, ReaderProcess
 from rayloader.channel.local import LocalChannel, TrainerMemory
 from rayloader.channel.objects import RayChannel
-from rayloader.config import PAGE, TABLES_BYTES, Options
+from rayloader.config import PAGE, RAY_ADDRESS_SPACE, TABLES_BYTES, USUAL_PROCESSES, Options
 from rayloader.errors import (
     ChannelError,
     ClusterError,
@@ -25,8 +25,7 @@ from rayloader.errors import (
     chained,
 )
 from rayloader.launch import Launch
-from rayloader.limits import too_few_processes, too_little_address_space
-from rayloader.node import USUAL_PROCESSES
+from rayloader.limits import OomKills, too_few_processes, too_little_address_space
 from rayloader.reader import Ended, ReaderCounts, Request, Warned
 from rayloader.storage.access import Access
 from rayloader.storage.uri import is_object
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 log = logging.getLogger("rayloader")
-
-_RAY_ADDRESS_SPACE = 2304 << 20
-"""Ray 2.60 maps so much, at the least, into a process that joins it; with less it hangs [bytes]."""
 
 _CAUSE_LETTERS = 300
 """Of Ray's own words, at most so much is repeated [characters]."""
@@ -68,6 +64,7 @@ class RemoteReader:
         """The bound on batches in memory that is in force [bytes]."""
         self.welcome: dict[str, Any] = {"pid": 0, "engine": "", "affinity": []}
         """What the reader, or the last one, said of itself."""
+        self._oom_kills: OomKills | None = None
         weakref.finalize(self, self._owned.close)
 
     def start(self) -> None:
@@ -77,8 +74,9 @@ class RemoteReader:
             OptionError: this process may not map as much memory as it takes.
             ClusterError: Ray cannot be joined, or cannot place the actor here.
             ReaderLost: the actor does not come up within ``start_timeout``.
+            ReaderGone: it died while starting; :meth:`restart` starts another.
         """
-        if few := too_little_address_space(self._options.memory_bytes + _RAY_ADDRESS_SPACE):
+        if few := too_little_address_space(self._options.memory_bytes + RAY_ADDRESS_SPACE):
             raise OptionError(f"too little address space for Ray and batches: {few}")
         self._join()  # before the arena is measured, because Ray takes memory too
         self._owned.memory = TrainerMemory(self._arena_bytes())
@@ -101,6 +99,16 @@ class RemoteReader:
             self._owned.leave_memory()
         self._replace()
 
+    def why_gone(self, gone: ReaderGone) -> str:
+        """Why the reader is gone, in one line, as far as that is known."""
+        why = str(gone).splitlines()[0]
+        if self._oom_kills is not None and self._oom_kills.risen:
+            why += (
+                "; the kernel's out-of-memory killer struck in its memory cgroup meanwhile: lower "
+                "memory_bytes, or allow the cgroup more"
+            )
+        return why
+
     def _set_aside(self) -> None:
         """End a reader of which a read hangs; the next request is given to a new one.
 
@@ -113,6 +121,8 @@ class RemoteReader:
     def _replace(self) -> None:
         try:
             self._attach()
+        except ReaderGone:
+            raise
         except (ReaderLost, ChannelError, ClusterError, OSError) as failure:
             raise ReaderGone(str(failure)) from failure
 
@@ -223,6 +233,8 @@ class RemoteReader:
         except ray.exceptions.RayError as failure:
             raise _start_error(failure, timeout) from chained(failure)
         self.name, self.welcome = channel.name, channel.welcome
+        here = self._connection.same_node
+        self._oom_kills = OomKills(channel.welcome["pid"]) if here else None
 
     def _place(self) -> Any:
         import ray
@@ -250,6 +262,8 @@ class RemoteReader:
                     access=self._access,
                 )
             except OSError as unreachable:
+                # Raises if the actor is dead, and is no answer if it lives.
+                ray.get(actor.__ray_ready__.remote(), timeout=options.start_timeout)
                 if options.channel == "local":
                     raise ChannelError(
                         f"the reader's socket cannot be reached from this process ({unreachable}); "
@@ -350,8 +364,9 @@ def _start_error(failure: Exception, timeout: float) -> RayloaderError:
     if isinstance(failure, ray_says.GetTimeoutError):
         return ReaderLost(f"the reader did not come up within start_timeout={timeout:g} s")
     if isinstance(failure, ray_says.RayActorError):
-        why = too_few_processes(USUAL_PROCESSES) or _cause(failure)
-        return ReaderLost(f"the reader died while starting: {why}")
+        if few := too_few_processes(USUAL_PROCESSES):
+            return ReaderLost(f"the reader died while starting: {few}")
+        return ReaderGone(f"the reader died while starting: {_cause(failure)}")
     if isinstance(failure, ray_says.RayTaskError) and isinstance(failure.cause, RayloaderError):
         return failure.cause
     return ReaderLost(f"the reader could not start: {_cause(failure)}")

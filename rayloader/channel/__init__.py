@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rayloader.arena import Int64s
+from rayloader.config import KILL_SECONDS
 from rayloader.errors import ChannelError
 from rayloader.reader import Ended, ReaderCounts, Request, Warned
 from rayloader.receipt import Fingerprint, Skipped
@@ -67,8 +68,6 @@ class ReaderProcess:
         if state in b"tTZX":
             raise ReaderGone(f"the reader's process is dead or stopped (state {state.decode()})")
 
-    _END_SECONDS = 5.0
-
     def kill(self) -> bool:
         """End it, stopped or not, and wait for its last thread.
 
@@ -79,7 +78,7 @@ class ReaderProcess:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         death = select.poll()
         death.register(self.pidfd, select.POLLIN)
-        return bool(death.poll(self._END_SECONDS * 1000))
+        return bool(death.poll(KILL_SECONDS * 1000))
 
     def close(self) -> None:
         """Give the descriptor back. Idempotent."""

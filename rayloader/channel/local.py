@@ -25,14 +25,14 @@ from rayloader.channel.wire import (
     Kind,
     pack,
     pack_request,
-    peer,
     unpack,
     unpickled,
 )
 from rayloader.config import ROOM_SECONDS
-from rayloader.errors import BatchTooLarge, ChannelError
+from rayloader.errors import BatchTooLarge, ChannelError, ReaderLost
 from rayloader.reader import Ended, ReaderCounts, Request, Warned
 from rayloader.receipt import Fingerprint, Skipped
+from rayloader.sockets import peer
 from rayloader.storage.access import Access
 
 _WAIT = struct.pack("@ll", 1, 0)
@@ -199,6 +199,8 @@ class LocalChannel:
 
         Raises:
             OSError: the socket cannot be reached from here.
+            ReaderGone: the reader died before it had said that it is there.
+            ReaderLost: it did not say so within ``timeout``.
             ChannelError: who listens is not this user's reader.
         """
         self._memory = memory
@@ -218,8 +220,13 @@ class LocalChannel:
             pid, uid = peer(self._connection)
             if uid != os.getuid():
                 raise ChannelError(f"user {uid} listens where this user's reader should")
-            self._process = ReaderProcess(pid)
-            self.welcome = self._greet(catalog_fd, access)
+            try:
+                self._process = ReaderProcess(pid)
+                self.welcome = self._greet(catalog_fd, access)
+            except TimeoutError as mute:
+                raise ReaderLost(f"the reader did not answer within {timeout:g} s") from mute
+            except OSError as gone:
+                raise ReaderGone(f"the reader died while starting ({gone.strerror})") from gone
             self._connection.settimeout(None)
             # One system call waits and receives; a timeout of Python's would make it two.
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _WAIT)
@@ -308,7 +315,7 @@ class LocalChannel:
         self._connection.sendmsg([hello], [rights])
         packet = self._connection.recv(PACKET_BYTES)
         if not packet:
-            raise ChannelError("the reader ended before it had answered HELLO")
+            raise ReaderGone("the reader died while starting")
         kind, _, payload = unpack(packet)
         if kind is Kind.FAILED:
             raise unpickled(payload)

@@ -25,7 +25,6 @@ from rayloader.channel.wire import (
     Kind,
     pack,
     pack_outcome,
-    peer,
     pickled,
     unpack,
     unpack_request,
@@ -33,6 +32,7 @@ from rayloader.channel.wire import (
 from rayloader.config import Options
 from rayloader.errors import ChannelError, RayloaderError
 from rayloader.reader import Blocked, Outcome, Reader, Ready, Request
+from rayloader.sockets import peer
 from rayloader.storage.access import Access
 
 

@@ -17,11 +17,11 @@ forked by the trainer keeps the socket open.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import json
 import pickle
-import socket
 import struct
 
 from rayloader.errors import ChannelError, OptionError, RayloaderError
@@ -33,7 +33,6 @@ PROTOCOL_VERSION = 2
 PACKET_BYTES = 1 << 17
 PAYLOAD_BYTES = PACKET_BYTES - 1024
 FIELDS = struct.Struct("<B7x8q")
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Kind(enum.IntEnum):
@@ -137,18 +136,14 @@ def _json(skipped: Skipped) -> bytes:
 
 
 def pickled(error: RayloaderError) -> bytes:
-    """An error as bytes; one too large for a packet is cut to its first words."""
-    payload = pickle.dumps(error)
-    if len(payload) <= PAYLOAD_BYTES:
-        return payload
+    """An error as bytes; one too large for a packet loses its cause, or all but its first words."""
+    for _ in ("with its cause", "without"):
+        payload = pickle.dumps(error)
+        if len(payload) <= PAYLOAD_BYTES:
+            return payload
+        error = copy.copy(error)
+        error.__cause__ = None
     return pickle.dumps(ChannelError(f"{type(error).__name__}: {str(error)[:1000]}"))
-
-
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """(process id, user id) of the other end."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(packed)
-    return pid, uid
 
 
 def unpickled(payload: bytes) -> RayloaderError:

@@ -57,7 +57,7 @@ enum {
     STALE_RETRIES = 2,
     STACK_BYTES = 256 << 10,
 };
-#define FD_PATIENCE_NS 5000000000LL /* how long an open waits for a free descriptor */
+#define FD_PATIENCE_NS 5000000000LL /* config.DESCRIPTOR_SECONDS */
 
 enum stage { MEASURING, MEASURED, FETCHING, FETCHED };
 enum kind { RUN_MEASURE, RUN_READ, RUN_SKIP, RUN_CLOSE };

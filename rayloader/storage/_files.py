@@ -15,12 +15,10 @@ from typing import Protocol
 
 import numpy as np
 
-from rayloader.config import PAGE
+from rayloader.config import DESCRIPTOR_SECONDS, PAGE
 from rayloader.storage import DROP, LATENCY_BUCKETS, SKIP, latency_bucket
 
 STALE_RETRIES = 2
-FD_PATIENCE = 5.0
-"""How long an open waits for a free descriptor [s]."""
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
@@ -312,7 +310,7 @@ class Files:
         self.tally.retries += 1
         if self._engine.shed_files():
             return waited
-        if waited >= FD_PATIENCE or group.discarded or self._engine.stopped:
+        if waited >= DESCRIPTOR_SECONDS or group.discarded or self._engine.stopped:
             raise Failed(code)
         pause = 1e-3 if waited < 0.02 else 0.02
         time.sleep(pause)

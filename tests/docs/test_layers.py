@@ -11,10 +11,9 @@ from rayloader.catalog import Catalog
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rayloader"
 ROOMS = [
-    "errors", "config", "limits", "launch", "storage", "catalog", "plan", "arena", "receipt",
-    "batches", "reader", "channel", "actor", "node", "guardian", "head", "cluster", "remote",
-    "position", "epoch", "loader",
-    "dataset", "experiment", "cli", "testing",
+    "errors", "config", "limits", "sockets", "launch", "storage", "catalog", "plan", "arena",
+    "receipt", "batches", "reader", "channel", "actor", "node", "guardian", "head", "cluster",
+    "remote", "position", "epoch", "loader", "dataset", "experiment", "cli", "testing",
 ]  # fmt: skip
 FOREIGN = {
     "ray": {"channel", "head", "cluster", "remote", "dataset"},

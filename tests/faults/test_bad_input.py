@@ -465,3 +465,6 @@ def test_what_is_skipped_is_listed_with_its_cause_and_steps_stay(tmp_path, good)
         with pytest.raises(errors.SkipBudgetExceeded, match=r"4 samples .*, 3 may be") as caught:
             list(dataset)
         assert f"rank 0, epoch {EPOCH}, batch 3" in caught.value.__notes__
+        cause = caught.value.__cause__
+        assert isinstance(cause, errors.StorageError), "it came over the socket"
+        assert cause.cause == causes[cause.key]

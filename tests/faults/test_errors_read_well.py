@@ -154,7 +154,10 @@ SITUATIONS = {
     a_batch_too_large: (errors.BatchTooLarge, "set memory_bytes to at least"),
     too_many_to_skip: (errors.SkipBudgetExceeded, "skip_budget_files"),
     a_reader_that_is_lost: (errors.ReaderLost, "max_restarts=0"),
-    a_reader_that_does_not_start: (errors.ReaderLost, "the reader died while starting"),
+    a_reader_that_does_not_start: (
+        errors.ReaderLost,
+        "does not come up (max_restarts=3)",
+    ),
     a_reader_with_no_place: (errors.PlacementFailed, "cannot place the reader on this node"),
     a_closed_data_set: (errors.UsageError, "make a new one"),
     a_dead_address: (errors.ClusterUnreachable, "no Ray answers at 127.0.0.1:1"),

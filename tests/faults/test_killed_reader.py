@@ -1,14 +1,19 @@
 """A killed reader costs nothing: a few kills of the campaign, and the moments it may miss."""
 
+import contextlib
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 
+import psutil
 import pytest
 
 import rayloader
+from rayloader import cluster
 from rayloader.channel import ReaderProcess
 from tests.faults import campaign
 
@@ -52,6 +57,66 @@ def test_a_reader_that_dies_between_two_epochs_is_replaced(directory, number):
         blow(dataset, number)
         assert sorted(numbers(dataset)) == list(range(campaign.FILES))
         assert dataset.receipt.restarts == 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("delay", [0, 0.02, 0.1, 0.3])
+def test_a_reader_that_dies_while_starting_is_replaced(directory, delay, caplog):
+    """Killed so many seconds after it was seen: made, listening, attached, or just ready."""
+    with started_under_fire(1, delay) as victims, opened(directory, batch_size=8) as dataset:
+        while not victims:
+            time.sleep(0.01)
+        assert sorted(numbers(dataset)) == list(range(campaign.FILES))
+        assert len(victims) == 1
+        assert dataset.receipt.reader_pid not in victims
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("reader of rank 0 is gone (")
+
+
+def test_readers_that_keep_dying_while_starting_are_one_error(directory):
+    with (
+        started_under_fire(9, 0) as victims,
+        pytest.raises(rayloader.ReaderLost, match=r"does not come up \(max_restarts=1\)"),
+    ):
+        opened(directory, max_restarts=1).open()
+    assert len(victims) == 2
+
+
+@contextlib.contextmanager
+def started_under_fire(kills, delay):
+    """Kill that many readers, each ``delay`` [s] after it was seen; their processes' ids."""
+    cluster.connect()
+    old, victims, ended = set(psutil.pids()), [], threading.Event()
+
+    def shoot():
+        while not ended.wait(0.002) and len(victims) < kills:
+            for pid in set(psutil.pids()) - old:
+                if is_own_reader(pid):
+                    old.add(pid)
+                    time.sleep(delay)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                    victims.append(pid)
+
+    thread = threading.Thread(target=shoot)
+    thread.start()
+    try:
+        yield victims
+    finally:
+        ended.set()
+        thread.join()
+
+
+def is_own_reader(pid):
+    """Whether this is a reader of this test's private Ray; others may run on the machine."""
+    try:
+        process = psutil.Process(pid)
+        keeper = process.parent().parent()
+        return process.cmdline()[0].startswith("ray::ReaderActor") and (
+            keeper.ppid() == cluster.guardian().pid
+        )
+    except (psutil.Error, AttributeError, IndexError):
+        return False
 
 
 def test_a_reader_that_dies_before_its_first_epoch_is_replaced(directory):

@@ -23,7 +23,17 @@ from rayloader import arena, errors
 from rayloader.catalog import Catalog
 from rayloader.channel import serve
 from rayloader.channel.local import LocalChannel, TrainerMemory
-from rayloader.channel.wire import FIELDS, Kind, pack, pack_request, unpack, unpack_request
+from rayloader.channel.wire import (
+    FIELDS,
+    PAYLOAD_BYTES,
+    Kind,
+    pack,
+    pack_request,
+    pickled,
+    unpack,
+    unpack_request,
+    unpickled,
+)
 from rayloader.config import PAGE, Options
 from rayloader.plan import EpochPlan, ListPlan, Shard
 from rayloader.reader import Ended, Reader, Ready, Request
@@ -379,3 +389,16 @@ def test_spoilt_catalogs_are_refused_or_read(tmp_path, suffix):
     assert len(said) == len(paths)
     assert said[0] == "read"
     assert "refused" in said
+
+
+def test_an_error_too_long_for_a_packet_loses_its_cause_first_and_its_end_then():
+    error = errors.SkipBudgetExceeded("3 samples could not be read")
+    error.__cause__ = errors.ObjectNotFound("a" * PAYLOAD_BYTES, "no such file")
+    error.add_note("rank 3")
+    arrived = unpickled(pickled(error))
+    assert (type(arrived), str(arrived)) == (errors.SkipBudgetExceeded, str(error))
+    assert arrived.__notes__ == ["rank 3"]
+    assert arrived.__cause__ is None
+    assert error.__cause__ is not None
+    cut = unpickled(pickled(error.__cause__))
+    assert str(cut).startswith("ObjectNotFound: aaa")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 
@@ -173,3 +174,42 @@ def test_memory_is_clamped_to_what_the_cgroup_has_free_page_cache_aside(
     assert 100 * MIB < memory < 500 * MIB
     assert "memory_bytes=536,870,912 is more than" in said
     assert f"using {memory:,}" in said
+
+
+OOM = """
+import logging, os, sys, rayloader
+logging.basicConfig(level=logging.WARNING)
+with rayloader.RankDataset(
+    sys.argv[1], batch_size=1, rank=0, world_size=1, read_ahead_batches=1, memory_bytes=32 << 20
+) as dataset:
+    for step, batch in enumerate(dataset):
+        if step == 3:
+            print(dataset.receipt.reader_pid, flush=True)
+            sys.stdin.readline()
+    print(step + 1, dataset.receipt.restarts, flush=True)
+"""
+
+EATER = """
+import sys
+for pid, score in ((sys.argv[1], 1000), ("self", 300)):
+    with open(f"/proc/{pid}/oom_score_adj", "w") as file:
+        file.write(str(score))
+eaten = [b"x" * (1 << 20) for _ in range(1000)]
+"""
+"""Takes more than there is: the kernel kills the reader first, and the eater next."""
+
+
+def test_a_reader_that_the_oom_killer_took_is_replaced_and_the_killer_named(
+    census, directory, memory_group
+):
+    enter, _ = memory_group
+    trainer = census.start(OOM, directory, prefix=enter)
+    reader = trainer.line(50)
+    eater = [*enter, sys.executable, "-c", EATER, reader]
+    assert subprocess.run(eater, timeout=30).returncode == -signal.SIGKILL
+    trainer.tell()
+    assert trainer.line(40) == f"{FILES} 1"
+    status, said = trainer.wait()
+    assert status == 0
+    assert "the kernel's out-of-memory killer struck in its memory cgroup meanwhile" in said
+    census.gone(10)

@@ -1,9 +1,12 @@
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayloader import config
 from rayloader.config import Options
 from rayloader.errors import OptionError
 
@@ -50,3 +53,9 @@ def test_whatever_comes_in_is_options_or_an_option_error(values):
     except OptionError:
         return
     assert set(values) <= set(Options().asdict())
+
+
+def test_both_engines_wait_as_long_for_a_descriptor():
+    source = Path(config.__file__).with_name("storage") / "_engine.c"
+    (patience,) = re.findall(r"#define FD_PATIENCE_NS (\d+)LL", source.read_text())
+    assert int(patience) == config.DESCRIPTOR_SECONDS * 1e9

@@ -27,6 +27,19 @@ def test_every_error_survives_pickling_with_its_notes(kind):
     assert copy.__notes__ == error.__notes__
 
 
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+def test_causes_of_ours_survive_pickling_and_others_stay_behind(kind):
+    ours, others = an_example(kind), an_example(kind)
+    ours.__cause__ = an_example(errors.SkipBudgetExceeded)
+    ours.__cause__.__cause__ = errors.ObjectNotFound("a/b", "no such file", errno.ENOENT)
+    others.__cause__ = KeyError(lambda: "this cannot be pickled")
+    first = pickle.loads(pickle.dumps(ours)).__cause__
+    assert type(first) is errors.SkipBudgetExceeded
+    assert type(first.__cause__) is errors.ObjectNotFound
+    assert first.__cause__.key == "a/b"
+    assert pickle.loads(pickle.dumps(others)).__cause__ is None
+
+
 def test_the_tree_in_the_docstring_is_the_tree_of_the_classes():
     drawn = re.findall(r"[├└]── (\w+)", errors.__doc__)
     assert sorted(drawn) == sorted(kind.__name__ for kind in EVERY if kind is not RayloaderError)

@@ -53,6 +53,24 @@ def test_a_container_sees_its_own_group_at_the_mount(tmp_path, version):
     assert limits.memory_free(*where) == 600
 
 
+@pytest.mark.parametrize(("version", "file"), [(1, "memory.oom_control"), (2, "memory.events")])
+def test_a_kill_for_want_of_memory_is_seen_in_the_processs_own_group(tmp_path, version, file):
+    mount, membership = tree(tmp_path, version, "a/b", [("a", 9, 9, 0), ("a/b", 9, 9, 0)])
+    for name, count in (("a", 7), ("a/b", 2)):
+        place = tmp_path / ("memory" if version == 1 else "") / name / file
+        place.write_text(f"under_oom 0\noom_kill {count}\n")
+    kills = limits.OomKills(0, mount, membership)
+    assert not kills.risen
+    place.write_text("under_oom 0\noom_kill 3\n")
+    assert kills.risen
+    place.unlink()
+    assert not kills.risen
+
+
+def test_where_nobody_counts_no_kill_is_seen(tmp_path):
+    assert not limits.OomKills(0, str(tmp_path), str(tmp_path / "none")).risen
+
+
 def test_without_control_groups_nothing_limits(tmp_path):
     assert limits.memory_free(str(tmp_path), str(tmp_path / "none")) >= 1 << 60
 
