@@ -67,7 +67,12 @@ class ReaderActor:
         return str(listener.getsockname()[1:], "ascii")
 
     def serve(
-        self, catalog: pa.Array | None, root: bytes, sizes: Int64s | None, memory_bytes: int
+        self,
+        catalog: pa.Array | None,
+        root: bytes,
+        sizes: Int64s | None,
+        checksums: pa.Array | None,
+        memory_bytes: int,
     ) -> dict[str, Any]:
         """Open the Ray channel instead, with an arena of the reader's own.
 
@@ -78,6 +83,7 @@ class ReaderActor:
             catalog: the names, a large_binary array, or ``None`` when every request brings a list.
             root: the directory or object root that they are relative to.
             sizes: int64 [n], as far as they are known [bytes].
+            checksums: of the names, where they are needed.
             memory_bytes: length of the arena [bytes].
         """
         from rayloader import arena
@@ -87,7 +93,7 @@ class ReaderActor:
         fd = arena.create_memory(memory_bytes)
         memory = memoryview(arena.map_memory(fd))
         os.close(fd)
-        known = None if catalog is None else Catalog.of_files(catalog, root, sizes)
+        known = None if catalog is None else Catalog.of_files(catalog, root, sizes, checksums)
         self._queue = serve.QueueLink(memory)
         welcome = self._build(memory, known, None, self._queue)
         assert self._loop is not None

@@ -130,6 +130,7 @@ class Catalog:
         stat: bool = False,
         progress: Progress | None = None,
         access: Access | None = None,
+        etags: bool = False,
     ) -> Catalog:
         """The catalog of whatever a user names.
 
@@ -143,6 +144,7 @@ class Catalog:
             progress: called with the number of entries so far, at most ten times a second and
                 once at the end of listing and of stat.
             access: where a bucket is and who asks; ``None``: as the environment says.
+            etags: of a bucket that is listed, keep the ETags as checksums.
 
         Raises:
             CatalogError: there is no such path, or it is none of the above.
@@ -152,7 +154,7 @@ class Catalog:
         if isinstance(source, cls):
             catalog = source
         elif isinstance(source, str | bytes | os.PathLike):
-            catalog = cls._of_path(os.fsencode(source), progress, access)
+            catalog = cls._of_path(os.fsencode(source), progress, access, etags)
         elif isinstance(source, Sequence | np.ndarray | pa.Array | pa.ChunkedArray):
             catalog = cls.of_files(source)
         else:
@@ -169,6 +171,7 @@ class Catalog:
         files: Files,
         root: Path | None = None,
         sizes: npt.NDArray[np.int64] | None = None,
+        checksums: pa.Array | None = None,
     ) -> Catalog:
         """The catalog of an explicit list, in its order, names as given, duplicates kept.
 
@@ -179,6 +182,7 @@ class Catalog:
                 or with URIs none.
             sizes: int64 [n], -1 where unknown [bytes]. With them an object costs one request, and
                 without them two.
+            checksums: a pyarrow array [n], kept as it is.
 
         Raises:
             CatalogError: a name that is empty or holds a NUL, URIs beside paths, or of a scheme
@@ -191,7 +195,7 @@ class Catalog:
             keys, found = _located(keys)
         else:
             found = os.fsencode(root)
-        return cls(_absolute(found), keys, sizes)
+        return cls(_absolute(found), keys, sizes, checksums)
 
     @classmethod
     def load(cls, path: Path, root: Path | None = None) -> Catalog:
@@ -403,10 +407,12 @@ class Catalog:
             writer.write_batch(pa.record_batch(columns, schema=schema))
 
     @classmethod
-    def _of_path(cls, path: bytes, progress: Progress | None, access: Access | None) -> Catalog:
+    def _of_path(
+        cls, path: bytes, progress: Progress | None, access: Access | None, etags: bool
+    ) -> Catalog:
         scheme = scheme_of(path)
         if scheme in OBJECT_SCHEMES:
-            return cls._of_objects(path, access, Ticker(progress))
+            return cls._of_objects(path, access, etags, Ticker(progress))
         if scheme in FILE_SCHEMES:
             path = local_path(path)
         try:
@@ -435,17 +441,18 @@ class Catalog:
         return catalog
 
     @classmethod
-    def _of_objects(cls, uri: bytes, access: Access | None, ticker: Ticker) -> Catalog:
+    def _of_objects(cls, uri: bytes, access: Access | None, etags: bool, ticker: Ticker) -> Catalog:
         """What lies below a prefix; if that is nothing and the URI a glob, what matches it."""
         place = location(uri)
         access = access if access is not None else Access.found(os.environ)
         if uri.endswith(_SAVED) and (saved := cls._saved_object(uri, access)) is not None:
             return saved
-        catalog = cls._below(place, None, access, ticker)
+        catalog = cls._below(place, None, access, etags, ticker)
         if not len(catalog) and has_magic(place.prefix):
             directory, pattern = split_glob(place.prefix[:-1])
             directory = b"" if directory == b"." else directory
-            globbed = cls._below(place._replace(prefix=directory), pattern, access, ticker)
+            above = place._replace(prefix=directory)
+            globbed = cls._below(above, pattern, access, etags, ticker)
             globbed.metadata_ops += catalog.metadata_ops
             return globbed
         return catalog
@@ -463,12 +470,15 @@ class Catalog:
 
     @classmethod
     def _below(
-        cls, place: Location, pattern: bytes | None, access: Access, ticker: Ticker
+        cls, place: Location, pattern: bytes | None, access: Access, etags: bool, ticker: Ticker
     ) -> Catalog:
         from rayloader.storage.object_listing import lister_of
 
         root, lister = root_of(place), lister_of(place, access, pattern)
-        catalog = cls(root, *_sorted_entries(lister.list(root), ticker))
+        if not etags:
+            catalog = cls(root, *_sorted_entries(lister.list(root), ticker))
+        else:
+            catalog = _with_etags(root, list(lister.entries(root)), ticker)
         catalog.metadata_ops = lister.metadata_ops
         return catalog
 
@@ -625,6 +635,19 @@ def _located(keys: pa.LargeBinaryArray) -> tuple[pa.LargeBinaryArray, bytes]:
             f"{_shown(other)}: the list begins with {_shown(first)}, and all must be {_shown(root)}"
         )
     return keys, root
+
+
+def _with_etags(root: bytes, entries: list[tuple[bytes, int, bytes]], ticker: Ticker) -> Catalog:
+    """The catalog of a listing that keeps its ETags: larger, and made in Python."""
+    entries.sort()
+    ticker.end(len(entries))
+    keys, sizes, etags = zip(*entries, strict=True) if entries else ((), (), ())
+    return Catalog(
+        root,
+        pa.array(keys, pa.large_binary()),
+        np.array(sizes, np.int64),
+        pa.array(etags, pa.large_binary()),
+    )
 
 
 def _sorted_entries(

@@ -204,10 +204,13 @@ def generate_command(
 @click.argument("source", metavar="SRC...", nargs=-1, required=True)
 @option("-o", "--output", metavar="FILE.arrow", required=True, help="The catalog to write.")
 @option("--stat/--no-stat", default=False, help="Look up the files' sizes too, 64 at a time.")
+@option("--etags/--no-etags", default=False, help="Keep a bucket's ETags, for read --verify.")
 @of_reader("endpoint_url", OBJECTS, ENDPOINT, type=str, metavar="URL")
 @of_reader("region", OBJECTS, REGION, type=str, metavar="NAME")
 @of_reader("ca_bundle", OBJECTS, BUNDLE, type=str, metavar="FILE")
-def catalog_command(source: tuple[str, ...], output: str, stat: bool, **where: Any) -> None:
+def catalog_command(
+    source: tuple[str, ...], output: str, stat: bool, etags: bool, **where: Any
+) -> None:
     """List SRC and save what exists.
 
     SRC is a directory (all files below it), s3://BUCKET/PREFIX (all objects), a quoted glob (** is
@@ -219,7 +222,9 @@ def catalog_command(source: tuple[str, ...], output: str, stat: bool, **where: A
     one_or_many = _one_or_many(source)
     access = _access(one_or_many, Options.of(where))
     with Counting(_console(stderr=True), "files found") as counting:
-        catalog = Catalog.from_source(one_or_many, stat=stat, progress=counting, access=access)
+        catalog = Catalog.from_source(
+            one_or_many, stat=stat, progress=counting, access=access, etags=etags
+        )
     catalog.save(output)
     size_ = f", {catalog.total_bytes / 1e9:.2f} GB" if catalog.total_bytes is not None else ""
     click.echo(f"{len(catalog):,} files{size_}; catalog: {printable(output)}")
@@ -280,6 +285,7 @@ RESULT = "Result and comparison"
 @of_reader("ca_bundle", OBJECTS, BUNDLE, type=str, metavar="FILE")
 @of_reader("request_timeout", OBJECTS, "A request that takes longer is sent again [s].")
 @of_reader("retry_seconds", OBJECTS, "How long one object is asked for again [s].")
+@of_reader("verify", FAULTS, "Compare every file with its checksum in the catalog.")
 @of_reader("on_error", FAULTS, "A file that cannot be read ends the run, or is left out.")
 @of_reader("skip_budget_files", FAULTS, "With skip: files per epoch and rank that may fail.")
 @of_reader("skip_budget_share", FAULTS, "With skip: share of the files that may fail [0..1].")

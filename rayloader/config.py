@@ -131,6 +131,9 @@ class Options:
     """How long one object is asked for again while the storage throttles, fails or is away [s]."""
 
     # When things fail
+    verify: bool = False
+    """Compare every sample with its checksum in the catalog: CRC-32 of generated data, MD5 where
+    a bucket's ETag is one. Another is ``Replaced``. Costs the reader time."""
     on_error: Literal["raise", "skip"] = "raise"
     """What an unreadable sample does: ends the epoch with its error, or is left out and listed."""
     skip_budget_files: int = 1000
@@ -167,7 +170,8 @@ class Options:
         _require(timeout <= 1e6, "start_timeout", timeout, "at most 1e6 seconds")
         share = self.skip_budget_share
         _require(0 <= _number(share) <= 1, "skip_budget_share", share, "a share from 0 to 1")
-        for name in ("shuffle", "drop_last", "ordered", "deliver", "drop_cache"):
+        _require(self.deliver or not self.verify, "verify", True, "False with deliver=False")
+        for name in ("shuffle", "drop_last", "ordered", "deliver", "drop_cache", "verify"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "a bool")
         _require(isinstance(self.ray, str), "ray", self.ray, "a string")
         for name in ("endpoint_url", "region", "ca_bundle"):

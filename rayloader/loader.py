@@ -25,6 +25,7 @@ from typing import Any, SupportsIndex
 from rayloader import cluster
 from rayloader.catalog import Catalog
 from rayloader.channel import Delivery, ReaderGone
+from rayloader.checksums import Checksums
 from rayloader.config import LISTING_SECONDS, Options
 from rayloader.epoch import EpochRun
 from rayloader.errors import CatalogMismatch, OptionError, ReaderLost, StateMismatch, UsageError
@@ -134,7 +135,7 @@ class Loader:
         """What exists, listed at the first call; ``None`` when every epoch brings its own list."""
         with self._lock:
             if self._catalog is None and self.source is not None:
-                self._catalog = self._list()
+                self._catalog = self._require_checksums(self._list())
             return self._catalog
 
     def set_epoch(
@@ -175,6 +176,7 @@ class Loader:
     def _listed(self, files: Sequence[Any] | Catalog) -> Catalog:
         """An epoch's own list, with the sizes that the source's listing has of its objects."""
         listed = files if isinstance(files, Catalog) else Catalog.of_files(files)
+        self._require_checksums(listed)
         if not is_object(listed.root) or self.catalog is None:
             return listed
         return listed.sized_by(self.catalog)
@@ -313,7 +315,9 @@ class Loader:
         """List the source; of the ranks on a node one does, and all share what it found."""
 
         def listed() -> Catalog:
-            catalog = Catalog.from_source(self.source, access=self._access)
+            catalog = Catalog.from_source(
+                self.source, access=self._access, etags=self.options.verify
+            )
             self._listing_ops = catalog.metadata_ops
             return catalog
 
@@ -329,6 +333,16 @@ class Loader:
             return Catalog.from_fd(fd)
         finally:
             os.close(fd)
+
+    def _require_checksums(self, catalog: Catalog) -> Catalog:
+        """With ``verify``, what is read must have something to be compared with.
+
+        Raises:
+            OptionError: it has not.
+        """
+        if self.options.verify:
+            Checksums(catalog)
+        return catalog
 
     def _known_access(self) -> Access:
         """How the reader gets at objects; with a warning where nobody said where they are."""

@@ -20,6 +20,7 @@ import collections
 import dataclasses
 import enum
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from rayloader import arena
 from rayloader.arena import NOT_DELIVERED, Int64s, Layout, Room, Space
 from rayloader.batches import Sizes, planned
 from rayloader.catalog import Catalog
+from rayloader.checksums import Checksums
 from rayloader.config import LOOK_AHEAD_BYTES, PAGE, RANGES_BYTES, Options
 from rayloader.errors import (
     BatchTooLarge,
@@ -158,6 +160,7 @@ class Reader:
         self._generation = 0
         self._request: Request | None = None
         self._sizes = Sizes()
+        self._checksums: Checksums | None = None
         self._watched = 0.0
         """When reads that do not return were last looked for (``time.monotonic``) [s]."""
         self._forget_epoch()
@@ -182,6 +185,7 @@ class Reader:
         self._request = request
         self._generation = request.generation
         self._root = catalog.root
+        self._checksums = Checksums(catalog) if self._options.verify else None
         self._sizes.turn_to(catalog)
         self._planned = planned(_missing(request), catalog, self._sizes, self._alignment)
         self._skipped = request.skipped
@@ -466,6 +470,7 @@ class Reader:
 
     def _deliver(self, batch: _Batch) -> Outcome:
         skipped: list[Skipped] = []
+        self._verify(batch)
         if batch.failures:
             first = batch.failures[min(batch.failures)]
             if self._options.on_error == "raise":
@@ -490,6 +495,19 @@ class Reader:
             batch.names,
             skipped,
         )
+
+    def _verify(self, batch: _Batch) -> None:
+        """Let samples fail that are not what the catalog says."""
+        if self._checksums is None or batch.room is None:
+            return
+        places, sizes = batch.room.places.tolist(), batch.sizes.tolist()
+        for i, expected in enumerate(self._checksums.of(batch.entries)):
+            if i in batch.failures or sizes[i] < 0:
+                continue
+            data = self._memory[places[i] : places[i] + sizes[i]]
+            failure = self._checksums.failure(os.fsdecode(batch.keys.key(i)), data, expected)
+            if failure is not None:
+                batch.failures[i] = failure
 
     def _leave_out(self, batch: _Batch) -> None:
         """Shorten a batch by its samples that failed."""

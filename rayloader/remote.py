@@ -272,7 +272,8 @@ class RemoteReader:
         known = self._catalog
         names: pa.Array | None = known.keys if known is not None else None
         root, sizes = (known.root, known.sizes) if known is not None else (b"", None)
-        serving = actor.serve.remote(names, root, sizes, memory.length)
+        checksums = known.checksums if known is not None and options.verify else None
+        serving = actor.serve.remote(names, root, sizes, checksums, memory.length)
         welcome = ray.get(serving, timeout=options.start_timeout)
         process = ReaderProcess(welcome["pid"]) if self._connection.same_node else None
         return RayChannel(actor, welcome, process)

@@ -231,7 +231,9 @@ def read(job: ReadJob, watch: Watch) -> ReadResult:
     """
     began = time.perf_counter()
     access = Access.found(os.environ, job.options)
-    catalog = Catalog.from_source(job.source, progress=watch.listed, access=access)
+    catalog = Catalog.from_source(
+        job.source, progress=watch.listed, access=access, etags=job.options.verify
+    )
     listed = time.perf_counter() - began
     _check_plan(job, catalog)
     if job.compare and is_object(catalog.root):

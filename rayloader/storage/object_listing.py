@@ -30,7 +30,8 @@ _PAGES_HELD = 8
 _DEPTH = 4
 """Levels that are looked at for prefixes to list side by side [levels]."""
 
-Page = list[tuple[bytes, int]]
+Page = list[tuple[bytes, int, bytes]]
+"""(key, size [bytes], ETag without quotes) of each object."""
 
 
 class S3Lister:
@@ -56,14 +57,18 @@ class S3Lister:
         Raises:
             StorageError: the bucket cannot be listed; the class says why.
         """
+        return ((key, size) for key, size, _ in self.entries(root))
+
+    def entries(self, root: bytes) -> Iterator[tuple[bytes, int, bytes]]:
+        """As :meth:`list`, with the ETags as well."""
         place = location(root)
         with contextlib.closing(_Pages(self._access, place)) as pages:
             for page in pages:
                 self.metadata_ops = pages.requests
-                for key, size in page:
+                for key, size, etag in page:
                     relative = key[len(place.prefix) :]
                     if (size or not key.endswith(b"/")) and self._wanted(relative):
-                        yield relative, size
+                        yield relative, size, etag
             self.metadata_ops = pages.requests
 
     def _wanted(self, key: bytes) -> bool:
@@ -217,6 +222,10 @@ class AzureLister:
             if key and (self._filter is None or self._filter.matches(key)):
                 yield key, -1
 
+    def entries(self, root: bytes) -> Iterator[tuple[bytes, int, bytes]]:
+        """As :meth:`list`, with no ETags."""
+        return ((key, size, b"") for key, size in self.list(root))
+
 
 def lister_of(
     place: Location, access: Access, pattern: bytes | None = None
@@ -229,4 +238,7 @@ _LISTERS: dict[bytes, type[S3Lister] | type[AzureLister]] = {b"s3": S3Lister, b"
 
 
 def _entries(answer: dict[str, Any]) -> Page:
-    return [(entry["Key"].encode(), entry["Size"]) for entry in answer.get("Contents", ())]
+    return [
+        (entry["Key"].encode(), entry["Size"], entry.get("ETag", "").strip('"').encode())
+        for entry in answer.get("Contents", ())
+    ]

@@ -12,8 +12,8 @@ from rayloader.catalog import Catalog
 PACKAGE = Path(__file__).resolve().parents[2] / "rayloader"
 ROOMS = [
     "errors", "config", "limits", "sockets", "launch", "storage", "catalog", "plan", "arena",
-    "receipt", "batches", "reader", "channel", "actor", "node", "guardian", "head", "cluster",
-    "remote", "position", "epoch", "loader", "dataset", "experiment", "cli", "testing",
+    "receipt", "checksums", "batches", "reader", "channel", "actor", "node", "guardian", "head",
+    "cluster", "remote", "position", "epoch", "loader", "dataset", "experiment", "cli", "testing",
 ]  # fmt: skip
 FOREIGN = {
     "ray": {"channel", "head", "cluster", "remote", "dataset"},
