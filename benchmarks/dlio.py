@@ -41,6 +41,8 @@ SIZE, BATCH, RANKS = 322_624, 24, 2
 LONG, SHORT = 24_000, 2_000
 """Files: 500 and 41 steps per epoch."""
 QUICK_PICTURES, PICTURES = 480, 2_400
+ORDER = ("500 steps", "41 steps", "20 ms", "cold", "pictures")
+"""Of the tables in the record."""
 OURS = {
     "data_loader_classname": ADAPTER,
     "data_loader_sampler": "iterative",
@@ -116,28 +118,43 @@ def main() -> None:
     console = Console()
     data = Path(words.data).resolve()
     data.mkdir(parents=True, exist_ok=True)
-    began, load = time.monotonic(), os.getloadavg()[0]
-    measures = {}
-    rows: list[Row] = []
-    for heat in _heats(words, data, console):
-        measures[heat.case.name], reached = _measured(heat, words, data, console)
-        rows += reached
-    report.show_targets(console, rows)
-    record = {
-        "environment": environment.describe(data, "dlio"),
-        "seconds": round(time.monotonic() - began),
-        "load_before": round(load, 1),
-        "load_after": round(os.getloadavg()[0], 1),
-        "rounds": _rounds(words),
-        "targets": [row.asdict() for row in rows],
-        "measures": measures,
-    }
     partial = words.quick or words.only
     folder = Path(words.out or (data / "results" if partial else HERE / "results"))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "dlio.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    draw(record, folder / "dlio.png")
-    console.print(f"{record['seconds']} s; load {load:.1f} before; results in {folder}")
+    measures = _kept(folder / "dlio.json")
+    for heat in _heats(words, data, console):
+        began, load = time.monotonic(), os.getloadavg()
+        measured = _measured(heat, words, data, console)
+        measures[heat.case.name] = measured | {
+            "rounds": _rounds(words),
+            "seconds": round(time.monotonic() - began),
+            "load_before": round(load[0], 1),
+            "load_after": round(os.getloadavg()[0], 1),
+        }
+        record = _record(measures, data)
+        (folder / "dlio.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        draw(record, folder / "dlio.png")
+    console.print(f"results in {folder}")
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    """The tables of an earlier run into the same folder; those measured now replace theirs."""
+    if not path.exists():
+        return {}
+    measures: dict[str, Any] = json.loads(path.read_text())["measures"]
+    return measures
+
+
+def _record(measures: dict[str, Any], data: Path) -> dict[str, Any]:
+    facts = environment.describe(data, "dlio")
+    # Of paths in the command the last part: where things lie here is nobody's concern.
+    facts["command"] = " ".join(word.rpartition("/")[2] for word in facts["command"].split())
+    rounds = sorted({measure["rounds"] for measure in measures.values()})
+    return {
+        "environment": facts,
+        "rounds": rounds[0] if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}",
+        "measures": {name: measures[name] for name in ORDER if name in measures},
+    }
 
 
 def _arguments() -> argparse.Namespace:
@@ -149,6 +166,7 @@ def _arguments() -> argparse.Namespace:
         "--python", default=has, help="has DLIO 2.0.0; '': leave it out (%(default)s)"
     )
     parser.add_argument("--fork", help="checkout of mlcommons' fork")
+    parser.add_argument("--fork-name", default="mlcommons' fork", help="for tables (%(default)s)")
     parser.add_argument("--fork-python", help="has what the fork needs, and rayloader (--python)")
     default = Path(tempfile.gettempdir()) / "rayloader-bench"
     parser.add_argument("--data", default=default, help="where the files lie (%(default)s)")
@@ -167,7 +185,7 @@ def _heats(words: argparse.Namespace, data: Path, console: Console) -> list[Heat
     """What is to be measured; their files are made."""
     heats = []
     if words.fork:
-        fork = Dlio("mlcommons' fork", words.fork_python or words.python, words.fork)
+        fork = Dlio(words.fork_name, words.fork_python or words.python, words.fork)
         heats += _fork_heats(fork, words, data, console)
     if words.python:
         installed = Dlio("DLIO 2.0.0", words.python)
@@ -256,7 +274,7 @@ def _generate_pictures(dlio: Dlio, folder: Path, count: int, console: Console) -
 
 def _measured(
     heat: Heat, words: argparse.Namespace, data: Path, console: Console
-) -> tuple[dict[str, Any], list[Row]]:
+) -> dict[str, Any]:
     """Everybody's runs of one case, as tables and JSON."""
     order = random.Random(words.seed)
     runs: dict[str, list[Measured]] = {one.name: [] for one in heat.contenders}
@@ -284,6 +302,8 @@ def _measured(
                 console.print(f"{heat.case.name}, {one.name}: {_rate(result):,.0f} samples/s")
     family = {one.name: one.family for one in heat.contenders}
     rows = heat.rows(runs, family, limit)
+    if rows:
+        report.show_targets(console, rows)
     for outcome in _outcomes(heat, runs, family, limit, absent):
         report.show(console, outcome)
     return {
@@ -296,7 +316,7 @@ def _measured(
         "absent": absent,
         "notes": list(heat.notes),
         "rows": [row.asdict() for row in rows],
-    }, rows
+    }
 
 
 COLUMNS: dict[str, tuple[str, Callable[[Measured], float]]] = {
