@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from rayloader.config import LEAVE_SECONDS, PROBE_SECONDS, Options
@@ -34,6 +34,7 @@ from rayloader.errors import (
     RayloaderError,
     UsageError,
     chained,
+    printable,
 )
 from rayloader.head import NEVER, PRIVATE_ENVIRONMENT
 from rayloader.node import Guardian, RayAddress
@@ -430,14 +431,18 @@ def _init(address: str, deadline: float, guard: Guardian | None = None) -> str:
     def join() -> str:
         import ray
 
+        job = ray.job_config.JobConfig()
+        job._py_driver_sys_path = _EncodablePaths()
         try:
-            ray.init(
-                address=address,
-                namespace=NAMESPACE,
-                log_to_driver=False,
-                configure_logging=False,
-                _skip_env_hook=guard is not None,
-            )
+            with _printable_driver():
+                ray.init(
+                    address=address,
+                    namespace=NAMESPACE,
+                    job_config=job,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    _skip_env_hook=guard is not None,
+                )
         except Exception as error:
             raise _refusal(address, error) from chained(error)
         return str(ray.get_runtime_context().get_node_id())
@@ -628,6 +633,33 @@ def _constants(**changes: bool) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(ray_constants, name, value)
+
+
+class _EncodablePaths(list[str]):
+    """Takes no path that is not UTF-8: the reader of a private Ray needs none of them."""
+
+    def extend(self, paths: Iterable[str]) -> None:
+        """Add those that can be encoded."""
+        super().extend(path for path in paths if printable(path) == path)
+
+
+@contextlib.contextmanager
+def _printable_driver() -> Iterator[None]:
+    """Let Ray have this process's script and command line, of which it takes UTF-8 only."""
+    from ray._private import utils
+
+    main, entrypoint = sys.modules["__main__"], utils.get_entrypoint_name
+    script = getattr(main, "__file__", None)
+    named = isinstance(script, str) and printable(script) != script
+    utils.get_entrypoint_name = lambda: printable(entrypoint())
+    if named:
+        main.__file__ = printable(str(script))
+    try:
+        yield
+    finally:
+        utils.get_entrypoint_name = entrypoint
+        if named:
+            main.__file__ = script
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +19,7 @@ from rayloader.catalog import Catalog
 from rayloader.channel import Delivery
 from rayloader.config import Options
 from rayloader.epoch import EpochRun
-from rayloader.errors import OptionError, UsageError
+from rayloader.errors import ClusterError, OptionError, UsageError
 from rayloader.launch import Launch
 from rayloader.loader import Loader
 from rayloader.node import parent_run_id
@@ -237,7 +239,8 @@ class RankDataset(IterableDataset[Batch]):
             launch = _launched(rank, world_size)
         elif rank is not None or world_size is not None:
             raise OptionError("launch says rank and world_size: give either, not both")
-        self._loader = Loader(source, chosen, launch, Access.found(os.environ, chosen))
+        access = Access.found(os.environ, chosen)
+        self._loader = Loader(source, chosen, launch, access, _torchs_board)
 
     def open(self) -> RankDataset:
         """List the source and start the reader now, not at the first batch.
@@ -445,6 +448,52 @@ def _launched(rank: int | None, world_size: int | None) -> Launch:
         # Spawned by hand (torch.multiprocessing): ranks of one node have one parent.
         return dataclasses.replace(found, run_id=parent_run_id(), local_world_size=world_size)
     return found
+
+
+class _TorchsBoard:
+    """The key-value store of torch.distributed, which all ranks of the run reach.
+
+    No collective: a rank that opens later, or never, holds nobody up.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def first_said(self, name: str, value: str) -> str:
+        """What the first of all ranks said under ``name``."""
+        with _told_of_torch():
+            said: bytes = self._store.compare_set(_key(name), "", value)
+            return said.decode()
+
+    def said(self, name: str) -> str | None:
+        """What was said under ``name``; ``None``: nothing yet."""
+        with _told_of_torch():
+            if not self._store.check([_key(name)]):
+                return None
+            said: bytes = self._store.get(_key(name))
+            return said.decode()
+
+
+def _key(name: str) -> str:
+    """Torch's store takes no file names that are not UTF-8."""
+    return f"rayloader/{hashlib.sha256(os.fsencode(name)).hexdigest()}"
+
+
+@contextlib.contextmanager
+def _told_of_torch() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed.DistError is one
+        why = str(error).partition("\n")[0]
+        raise ClusterError(f"the store of torch.distributed does not answer: {why}") from error
+
+
+def _torchs_board() -> _TorchsBoard | None:
+    if _from_torch_distributed() is None:
+        return None
+    # There is no public way to it; without it ranks are compared within their Ray only.
+    found = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
+    return _TorchsBoard(found()) if found is not None else None
 
 
 def _from_torch_distributed() -> tuple[int, int] | None:

@@ -19,8 +19,8 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, SupportsIndex
 
 from rayloader import cluster
 from rayloader.catalog import Catalog
@@ -44,6 +44,18 @@ _NUMBERS = itertools.count()
 """Of the data sets that this process shares with other ranks, which make them in the same order."""
 
 
+class Board(Protocol):
+    """Where ranks leave words for each other; nobody waits for anybody."""
+
+    def first_said(self, name: str, value: str) -> str:
+        """What the first of all ranks said under ``name``; ``value`` if it is this one."""
+        ...
+
+    def said(self, name: str) -> str | None:
+        """What was said under ``name``; ``None``: nothing yet."""
+        ...
+
+
 class _State(enum.Enum):
     NEW = enum.auto()
     OPEN = enum.auto()
@@ -54,11 +66,21 @@ class Loader:
     """The reader of one rank, seen from its trainer."""
 
     def __init__(
-        self, source: Any, options: Options, launch: Launch, access: Access | None = None
+        self,
+        source: Any,
+        options: Options,
+        launch: Launch,
+        access: Access | None = None,
+        board: Callable[[], Board | None] = lambda: None,
     ) -> None:
         """Read ``source`` as rank ``launch.rank`` of ``launch.world_size``; acts on ``open``.
 
-        ``access`` says where objects are, and who asks.
+        Args:
+            source: what to read, or ``None`` when every epoch brings its own list.
+            options: how.
+            launch: this rank's place in its run.
+            access: where objects are, and who asks.
+            board: asked at ``open`` for what connects all ranks, beside the Ray that they share.
         """
         self.source = source
         self.options = options
@@ -78,8 +100,9 @@ class Loader:
         self._ended_at: float | None = None
         self._catalog: Catalog | None = None
         self._shared: str | None = None
-        self._question: str | None = None
-        """Under which the ranks compare catalogs, until the first epoch begins."""
+        self._board = board
+        self._questions: list[tuple[Board, str]] = []
+        """Where and under which name ranks compare catalogs, until the first epoch begins."""
         self._listing_ops = 0
         """Made to list the source, and not yet on a receipt [operations]."""
         self._remote: RemoteReader | None = None
@@ -356,28 +379,40 @@ class Loader:
         return self._access
 
     def _compare_catalogs(self) -> None:
-        """All ranks that have joined the same Ray must see the same names."""
+        """All ranks that a Ray or a board connects must see the same names.
+
+        Ranks on several nodes that each have a private Ray, and no board, cannot know of each
+        other.
+        """
         catalog, run_id = self.catalog, self.launch.run_id
-        if catalog is None or run_id is None or self.shard.world_size == 1:
+        if catalog is None or self.shard.world_size == 1:
             return
-        question = f"{run_id}/{self._shared_name()}"
-        first = cluster.first_said(question, catalog.digest)
+        name, questions = self._shared_name(), list[tuple[Board, str]]()
+        if run_id is not None:
+            questions.append((cluster, f"{run_id}/{name}"))
+        if (board := self._board()) is not None:
+            questions.append((board, name))
+        for where, question in questions:
+            self._compare_digests(catalog, where, question)
+        self._questions = questions
+
+    def _compare_digests(self, catalog: Catalog, board: Board, question: str) -> None:
+        first = board.first_said(question, catalog.digest)
         if first != catalog.digest:
             complaint = (
                 f"rank {self.shard.rank} sees another catalog (digest {catalog.digest}, "
                 f"{len(catalog):,} entries) than the first rank of this run (digest {first}): "
                 f"every rank must list the same names"
             )
-            cluster.first_said(f"{question}/mismatch", complaint)
+            board.first_said(f"{question}/mismatch", complaint)
             raise CatalogMismatch(complaint)
-        self._question = question
 
     def _hear_complaints(self) -> None:
         """A rank that opened later may have seen another catalog: all ranks must end, or none."""
-        question, self._question = self._question, None
-        complaint = cluster.said(f"{question}/mismatch") if question is not None else None
-        if complaint is not None:
-            raise CatalogMismatch(complaint)
+        questions, self._questions = self._questions, []
+        for board, question in questions:
+            if (complaint := board.said(f"{question}/mismatch")) is not None:
+                raise CatalogMismatch(complaint)
 
     def _shared_name(self) -> str:
         """What the ranks of a run call this data set; paths tell apart what came out of step."""

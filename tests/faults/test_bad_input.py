@@ -5,6 +5,8 @@ import errno
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -468,3 +470,28 @@ def test_what_is_skipped_is_listed_with_its_cause_and_steps_stay(tmp_path, good)
         cause = caught.value.__cause__
         assert isinstance(cause, errors.StorageError), "it came over the socket"
         assert cause.cause == causes[cause.key]
+
+
+SCRIPT = """
+import sys, rayloader
+with rayloader.RankDataset(sys.argv[1:], rank=0, world_size=1) as dataset:
+    assert sorted(batch.keys[0] for batch in dataset) == sys.argv[1:]
+print(ascii(__file__))
+"""
+
+
+def test_a_script_and_its_directory_need_no_utf8_names(tmp_path):
+    """Ray is told the command line, the script and where it runs."""
+    place = tmp_path / "caf\udce9"
+    place.mkdir()
+    for name in ("train\udcff.py", "a\udcfe"):
+        (place / name).write_text(SCRIPT)
+    census = Census()
+    try:
+        command = [sys.executable, "train\udcff.py", "a\udcfe"]
+        environ = census.environ(PYTHONWARNINGS="error")
+        ran = subprocess.run(command, cwd=place, env=environ, capture_output=True, timeout=50)
+        assert (ran.returncode, ran.stderr) == (0, b"")
+        assert ran.stdout.endswith(b"train\\udcff.py'\n")
+    finally:
+        census.close()
