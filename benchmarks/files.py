@@ -62,7 +62,7 @@ def prepare(data: Path, count: int, size: int, *, fresh: bool = False) -> FileSe
         raise SystemExit(f"{root}: {len(paths)} files instead of {count}; run with --fresh")
     listing = root.with_suffix(".list")
     listing.write_text("".join(f"{path}\n" for path in paths))
-    return FileSet(root, listing, count, size, _digest_of(paths, size))
+    return FileSet(root, listing, count, size, digest_of(paths, size))
 
 
 def million(data: Path, files: FileSet) -> FileSet:
@@ -130,7 +130,8 @@ def _generate(root: Path, count: int, size: int) -> None:
     generate(root, files=count, size=size, seed=1)
 
 
-def _digest_of(paths: Sequence[str], size: int) -> int:
+def digest_of(paths: Sequence[str], size: int) -> int:
+    """The digest over every byte of some files of one size."""
     total = 0
     for path in paths:
         content = np.fromfile(path, np.uint8)

@@ -34,7 +34,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -265,7 +265,8 @@ RECEIPT = (
 )
 """What is kept of rayloader's receipt."""
 
-PEERS: dict[str, Callable[..., contextlib.AbstractContextManager[Peer]]] = {
+Opened = contextlib.AbstractContextManager[Peer]
+PEERS: dict[str, Callable[..., Opened]] = {
     "torch": torch_loader,
     "spdl": spdl,
     "ray-data": ray_data,
@@ -306,11 +307,11 @@ class Trainer:
             self.bytes += sum(map(torch.Tensor.numel, batch))
 
 
-def main() -> None:
+def main(known: Mapping[str, Callable[..., Opened]] = PEERS) -> None:
     """Answer orders until standard input ends."""
     answers = _private_stdout()
     name, words = sys.argv[1], _words(sys.argv[2:])
-    with PEERS[name](**words) as peer:
+    with known[name](**words) as peer:
         _answer(answers, {"ready": True})
         number = 0
         for line in sys.stdin:

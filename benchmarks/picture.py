@@ -1,10 +1,10 @@
-"""The picture of a run: one panel per measure, bars with their spread, the C reader as a line."""
+"""The picture of a run: one panel per measure, bars with their spread, a yardstick as a line."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -41,16 +41,27 @@ PANELS = (
 )
 """Measure → title. ``throughput`` puts two measures into one panel, where no line fits both."""
 
+
+class Yardstick(NamedTuple):
+    """Whose best figure is a line through all bars of a panel.
+
+    Attributes:
+        family: of contenders.
+        words: what the line is, for the caption.
+    """
+
+    family: str
+    words: str
+
+
+C_READER = Yardstick("c", "the C reader's best")
+
 Contenders = dict[str, dict[str, Any]]
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Draw the measures that a record holds; nothing when it holds none that is drawn."""
-    panels = [
-        (title, *found)
-        for name, title in PANELS
-        if (found := _contenders(record["measures"], name))
-    ]
+    panels = found_panels(record, PANELS)
     title = (
         "rayloader beside its peers: files delivered as tensors to a training loop, page cache hot"
         " unless said"
@@ -58,8 +69,23 @@ def draw(record: dict[str, Any], path: Path) -> None:
     draw_panels(panels, title, record, path)
 
 
+def found_panels(
+    record: dict[str, Any], wanted: Sequence[tuple[str, str]]
+) -> list[tuple[str, Contenders, str]]:
+    """Those of the wanted panels (measure, title) that a record has figures for."""
+    return [
+        (title, *found)
+        for name, title in wanted
+        if (found := _contenders(record["measures"], name))
+    ]
+
+
 def draw_panels(
-    panels: Sequence[tuple[str, Contenders, str]], title: str, record: dict[str, Any], path: Path
+    panels: Sequence[tuple[str, Contenders, str]],
+    title: str,
+    record: dict[str, Any],
+    path: Path,
+    yardstick: Yardstick = C_READER,
 ) -> None:
     """Draw some panels: (title, contenders, unit) of each; nothing when there are none."""
     if not panels:
@@ -70,10 +96,10 @@ def draw_panels(
         canvas = plt.figure(figsize=(6.1 * columns, 4.6 * rows + 0.9), layout="constrained")
         grid = canvas.subplots(rows, columns, squeeze=False)
         for axes, panel in zip(grid.flat, panels, strict=False):
-            _bars(axes, *panel)
+            _bars(axes, *panel, yardstick.family)
         for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
-        _captions(canvas, title, record)
+        _captions(canvas, title, record, yardstick)
         canvas.savefig(path, dpi=140)
         plt.close(canvas)
 
@@ -105,7 +131,7 @@ def _chosen(measure: dict[str, Any] | None, fewest: int) -> Contenders:
     return {name: seen for name, seen in contenders.items() if name in names}
 
 
-def _bars(axes: Axes, title: str, contenders: Contenders, unit: str) -> None:
+def _bars(axes: Axes, title: str, contenders: Contenders, unit: str, yardstick: str) -> None:
     """Horizontal bars, best on top; whiskers from the slowest to the fastest round."""
     ordered = sorted(
         contenders.items(),
@@ -118,7 +144,7 @@ def _bars(axes: Axes, title: str, contenders: Contenders, unit: str) -> None:
     medians = [seen["median"] for _, seen in ordered]
     below = [seen["median"] - seen["min"] for _, seen in ordered]
     above = [seen["max"] - seen["median"] for _, seen in ordered]
-    colours = [_colour(seen["family"]) for _, seen in ordered]
+    colours = [_colour(seen["family"], yardstick) for _, seen in ordered]
     axes.barh(places, medians, height=0.7 * len(ordered) / (BARS + 1), color=colours, zorder=2)
     axes.errorbar(
         medians,
@@ -144,7 +170,7 @@ def _bars(axes: Axes, title: str, contenders: Contenders, unit: str) -> None:
     axes.set_yticks(places, [name for name, _ in ordered])
     for label, (_, seen) in zip(axes.get_yticklabels(), ordered, strict=True):
         label.set_fontweight("bold" if seen["family"] == "rayloader" else "normal")
-    _yardstick(axes, contenders)
+    _yardstick(axes, contenders, yardstick)
     axes.invert_yaxis()
     axes.set_xlim(0, most * 1.16)
     axes.set_xlabel(unit)
@@ -153,20 +179,21 @@ def _bars(axes: Axes, title: str, contenders: Contenders, unit: str) -> None:
     axes.tick_params(length=0)
 
 
-def _yardstick(axes: Axes, contenders: Contenders) -> None:
-    """The C reader's best figure as a line through all bars."""
-    best = max((seen["median"] for seen in contenders.values() if seen["family"] == "c"), default=0)
+def _yardstick(axes: Axes, contenders: Contenders, family: str) -> None:
+    """The yardstick's best figure as a line through all bars."""
+    known = [seen["median"] for seen in contenders.values() if seen["family"] == family]
+    best = max(known, default=0)
     if best and not any(name.endswith("cold") for name in contenders):
         axes.axvline(best, color=YARDSTICK, linestyle=(0, (4, 3)), linewidth=1.1, zorder=1.5)
 
 
-def _colour(family: str) -> str:
+def _colour(family: str, yardstick: str) -> str:
     if family.startswith("rayloader"):
         return OURS
-    return YARDSTICK if family.startswith("c") else PEER
+    return YARDSTICK if family.split(" ")[0] == yardstick else PEER
 
 
-def _captions(canvas: Figure, title: str, record: dict[str, Any]) -> None:
+def _captions(canvas: Figure, title: str, record: dict[str, Any], yardstick: Yardstick) -> None:
     facts = record["environment"]
     canvas.suptitle(
         title,
@@ -177,7 +204,7 @@ def _captions(canvas: Figure, title: str, record: dict[str, Any]) -> None:
     )
     canvas.supxlabel(
         f"Bars: median of {record['rounds']} rounds (of many contenders the best of each kind); "
-        f"whiskers: slowest to fastest round; dashed line: the C reader's best.   "
+        f"whiskers: slowest to fastest round; dashed line: {yardstick.words}.   "
         f"{facts['cpu']}, {facts['memory']}, Linux {facts['kernel']}, {facts['file_system']}, "
         f"{facts['date']}",
         x=0.01,

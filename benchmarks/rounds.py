@@ -13,9 +13,34 @@ import itertools
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from benchmarks.contender import Epoch, Stage
-from benchmarks.lineup import Setting
+
+
+class Pace(Protocol):
+    """How long a race is; a part of every setting.
+
+    Attributes:
+        rounds: turns of each contender.
+        seconds: about how long a turn is [s].
+        seed: of the order within rounds.
+    """
+
+    @property
+    def rounds(self) -> int:
+        """See above."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """See above."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """See above."""
+        ...
 
 
 def gigabytes_per_second(epochs: Sequence[Epoch]) -> float:
@@ -61,12 +86,13 @@ class Race:
 
 def race(
     stage: Stage,
-    setting: Setting,
+    setting: Pace,
     *,
     unit: str = "GB/s",
     value: Callable[[Sequence[Epoch]], float] = gigabytes_per_second,
     epochs: int | None = None,
     before: Callable[[], object] | None = None,
+    keep: dict[str, list[Sequence[Epoch]]] | None = None,
 ) -> Race:
     """Let the contenders on the stage take turns.
 
@@ -77,6 +103,7 @@ def race(
         value: of the epochs of one turn.
         epochs: in each turn; ``None``: as many as ``setting.seconds`` allow, at least one.
         before: run before every turn, outside the clock.
+        keep: contender's name → every turn of it, filled here for who needs more than ``value``.
     """
     order = random.Random(setting.seed)
     values: dict[str, list[float]] = {contender.name: [] for contender in stage.contenders}
@@ -86,4 +113,6 @@ def race(
                 before()
             turn = stage.turn(contender, epochs, setting.seconds)
             values[contender.name].append(value(turn))
+            if keep is not None:
+                keep.setdefault(contender.name, []).append(turn)
     return Race(unit, values, {one.name: one.family for one in stage.contenders})

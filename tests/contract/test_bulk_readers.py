@@ -15,6 +15,8 @@ from rayloader.testing import BulkReaderContract, SlowBulkReaderContract
 class DirectorySite:
     """Files in a directory."""
 
+    any_name = True
+
     def __init__(self, directory, engine):
         self.root = os.fsencode(directory)
         self._engine = engine
@@ -43,6 +45,8 @@ class DirectorySite:
 
 class MountSite:
     """Files of a mounted file system that takes its time."""
+
+    any_name = True
 
     def __init__(self, directory, engine):
         self.mount = slow_mount.SlowMount(os.fsencode(directory))
@@ -79,6 +83,7 @@ class MemorySite:
     """Objects in memory; time is simulated."""
 
     root = b"memory"
+    any_name = True
 
     def __init__(self):
         self._objects = {}

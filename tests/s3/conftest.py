@@ -1,16 +1,19 @@
 """The servers of these tests: started when first asked for, ended with the session.
 
-One process can speak to one endpoint only, because s3dlio reads its environment once. So all that
-runs in this process speaks to the proxy, and the proxy to the server that a test wants.
+All that runs in this process speaks to the proxy, and the proxy to the server that a test wants:
+s3dlio keeps one client, with one set of credentials, for as long as the process lives.
 """
 
 import contextlib
 import itertools
+import os
 
 import pytest
 
+from rayloader.testing import Reading
 from tests.s3.proxy import Proxy
-from tests.s3.servers import Rclone, SeaweedFS, credentials
+from tests.s3.reading import Objects, opened
+from tests.s3.servers import Nginx, Rclone, SeaweedFS, credentials
 
 _LOGS = []
 
@@ -44,18 +47,26 @@ def rclone_tls(server_directory):
 
 
 @pytest.fixture(scope="session")
+def nginx(server_directory):
+    files = server_directory / "nginx-files"
+    files.mkdir()
+    with _kept(Nginx(server_directory / "nginx", files, remember=False)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def session_proxy(server_directory, seaweed):
     log = server_directory / "proxy.log"
     _LOGS.append(log)
-    with pytest.MonkeyPatch.context() as patch, Proxy(seaweed.endpoint, log) as proxy:
-        for name, value in credentials(proxy.endpoint).items():
-            patch.setenv(name, value)
+    with Proxy(seaweed.endpoint, log) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def proxy(session_proxy, seaweed):
-    """The proxy before SeaweedFS, with no trouble and an empty record."""
+def proxy(session_proxy, seaweed, monkeypatch):
+    """The proxy before SeaweedFS, with no trouble and an empty record; the environment names it."""
+    for name, value in credentials(session_proxy.endpoint).items():
+        monkeypatch.setenv(name, value)
     session_proxy.clear()
     session_proxy.forget()
     yield session_proxy
@@ -67,15 +78,14 @@ _numbers = itertools.count()
 
 
 @pytest.fixture
-def bucket(seaweed):
+def bucket(s3):
     """The name of a new bucket on SeaweedFS."""
     name = f"test-{next(_numbers)}"
-    with contextlib.closing(seaweed.client()) as s3:
-        s3.create_bucket(Bucket=name)
+    s3.create_bucket(Bucket=name)
     return name
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def s3(seaweed):
     """A boto3 client that goes past the proxy."""
     with contextlib.closing(seaweed.client()) as client:
@@ -91,3 +101,34 @@ def pytest_runtest_makereport(item, call):
             with contextlib.suppress(OSError):
                 report.sections.append((str(log), log.read_text(errors="replace")[-1500:]))
     return report
+
+
+@pytest.fixture(scope="session")
+def first_use(session_proxy, s3):
+    """s3dlio's own threads and connections, which live as long as the process.
+
+    What its first use leaves in the environment is taken back.
+    """
+    for i in range(64):
+        s3.put_object(Bucket="ready", Key=f"first/{i}", Body=b"x")
+    before = dict(os.environ)
+    os.environ.update(credentials(session_proxy.endpoint))
+    storage = opened()
+    Reading(storage, 1 << 19).read(b"s3://ready/first", [b"%d" % i for i in range(64)])
+    storage.close()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def objects(first_use, proxy, bucket):
+    """``objects(**spec)``: the test's bucket, read by a storage of its own."""
+    storages = []
+
+    def open_one(bucket=bucket, endpoint=None, **spec):
+        storages.append(opened(endpoint, **spec))
+        return Objects(storages[-1], bucket)
+
+    yield open_one
+    for storage in storages:
+        storage.close()

@@ -275,9 +275,11 @@ class Rclone(Server):
 class Nginx(Server):
     """nginx over a directory of files: how fast GETs can be at most. No writing, no signatures."""
 
-    def __init__(self, directory: Path, files: Path) -> None:
+    def __init__(self, directory: Path, files: Path, *, remember: bool = True) -> None:
+        """Serve ``files``; with ``remember``, as they were when they were first asked for."""
         super().__init__(directory)
         self.files = files
+        self._cache = "max=100000 inactive=1h" if remember else "off"
         (port,) = free_ports(1)
         self._address = f"127.0.0.1:{port}"
         self.endpoint = f"http://{self._address}"
@@ -296,7 +298,7 @@ class Nginx(Server):
             f"error_log {self.log} warn; events {{ worker_connections 2048; }}"
             f"http {{ access_log off; {temporary} sendfile on; tcp_nopush on;"
             f"keepalive_requests 100000000; default_type application/octet-stream;"
-            f"open_file_cache max=100000 inactive=1h; open_file_cache_valid 1h;"
+            f"open_file_cache {self._cache}; open_file_cache_valid 1h;"
             f"server {{ listen {self._address}; root {self.files}; }} }}"
         )
         return [str(found), "-p", str(self.directory), "-c", str(self.directory / "nginx.conf")]
