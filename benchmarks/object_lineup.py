@@ -80,7 +80,7 @@ def saved_catalog(setting: ObjectSetting, objects: FileSet) -> Path:
 
     from rayloader.catalog import Catalog
 
-    saved = objects.listing.with_suffix(".arrow")
+    saved = objects.listing.with_suffix(".s3.arrow")
     if not saved.exists():
         bucket = objects.root.relative_to(setting.data)
         names = [str(Path(path).relative_to(objects.root)) for path in objects.paths()]

@@ -904,9 +904,11 @@ class SlowBulkReaderContract(_Opens):
 
     Attributes:
         latency: of reads that are timed; more where the site itself is slow [s].
+        objects: that are timed with 64 in flight [objects].
     """
 
     latency = 0.01
+    objects = 1024
 
     def timed(self, site: SlowSite, reading: Reading, files: int) -> float:
         """Seconds that a fetch of so many small objects takes [s]."""
@@ -920,24 +922,24 @@ class SlowBulkReaderContract(_Opens):
     def test_64_in_flight_are_50_times_as_fast_as_one(
         self, site: SlowSite, opened: Callable[..., Reading]
     ) -> None:
-        for i in range(1024):
+        for i in range(self.objects):
             site.put(b"t%d" % i, bytes(100))
         one, many = opened(concurrency=1), opened(concurrency=64)
         site.latency = 0.0
         many.read(site.root, [b"t%d" % i for i in range(64)])
         site.latency = self.latency
-        self.timed(site, many, 1024)  # opens threads, finds out that the storage is slow
+        self.timed(site, many, self.objects)  # opens threads, finds out that the storage is slow
         many.storage.reset_peak()
         before = many.storage.counters().read_seconds
         ratios: list[float] = []
         while max(ratios, default=0.0) < 50:
             assert len(ratios) < 12, f"64 in flight are {ratios} times as fast as one"
-            many_seconds = self.timed(site, many, 1024) / 1024
+            many_seconds = self.timed(site, many, self.objects) / self.objects
             ratios.append(self.timed(site, one, 16) / 16 / many_seconds)
         count = many.storage.counters()
         assert count.peak_in_flight == 64
         assert one.storage.counters().peak_in_flight == 1
-        assert (count.read_seconds - before) / len(ratios) >= 1024 * 0.99 * self.latency
+        assert (count.read_seconds - before) / len(ratios) >= self.objects * 0.99 * self.latency
 
     def test_all_reads_are_in_flight_within_moments(
         self, site: SlowSite, opened: Callable[..., Reading]

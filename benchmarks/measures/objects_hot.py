@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks import object_lineup
-from benchmarks.contender import Epoch, Stage
+from benchmarks.contender import ContenderFailed, Epoch, Stage
 from benchmarks.object_lineup import ObjectSetting, Server
 from benchmarks.outcome import Outcome, Row, compared
 from benchmarks.rounds import race, thousand_files_per_second
@@ -48,6 +48,9 @@ def _run(setting: ObjectSetting, server: Server, name: str) -> Outcome:
             keep=turns,
         )
     ours = "rayloader"
+    engines = {facts["engine"] for turn in turns["rayloader"] for it in turn for facts in it.facts}
+    if engines != {"s3dlio"}:
+        raise ContenderFailed(f"rayloader read through {engines}, not from the server")
     rows = compared(f"{name}, objects/s", result, ours, TARGETS)
     raw = result.best("s3dlio")
     cpu = {

@@ -107,7 +107,8 @@ def pytest_runtest_makereport(item, call):
 def first_use(session_proxy, s3):
     """s3dlio's own threads and connections, which live as long as the process.
 
-    What its first use leaves in the environment is taken back.
+    What its first use leaves in the environment is taken back, but for its own settings, some of
+    which it reads again at every call.
     """
     for i in range(64):
         s3.put_object(Bucket="ready", Key=f"first/{i}", Body=b"x")
@@ -116,7 +117,8 @@ def first_use(session_proxy, s3):
     storage = opened()
     Reading(storage, 1 << 19).read(b"s3://ready/first", [b"%d" % i for i in range(64)])
     storage.close()
-    os.environ.clear()
+    for name in [name for name in os.environ if not name.startswith("S3DLIO_")]:
+        del os.environ[name]
     os.environ.update(before)
 
 

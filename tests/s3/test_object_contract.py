@@ -75,8 +75,9 @@ class TestObjects(BulkReaderContract):
 
 
 class TestObjectsOnSlowServer(SlowBulkReaderContract):
-    latency = 0.1
-    """A server of Python's passes 64 requests on within less."""
+    latency = 0.2
+    objects = 256
+    """A proxy of Python's passes 64 requests on within less."""
 
     @pytest.fixture
     def site(self, first_use, proxy, nginx, request):
