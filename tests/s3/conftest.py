@@ -74,15 +74,36 @@ def proxy(session_proxy, seaweed, monkeypatch):
     session_proxy.upstream(seaweed.endpoint)
 
 
+class Folder:
+    """A prefix on SeaweedFS; as a string, ``bucket/prefix``."""
+
+    def __init__(self, s3, bucket, prefix):
+        self._s3, self._bucket, self._prefix = s3, bucket, prefix
+
+    def __str__(self):
+        return f"{self._bucket}/{self._prefix}"
+
+    def put(self, key, body):
+        self._s3.put_object(Bucket=self._bucket, Key=f"{self._prefix}/{key}", Body=body)
+
+    def delete(self, key):
+        self._s3.delete_object(Bucket=self._bucket, Key=f"{self._prefix}/{key}")
+
+
 _numbers = itertools.count()
 
 
+@pytest.fixture(scope="session")
+def shared_bucket(s3):
+    """Of all tests: a bucket of its own has volumes of its own, which takes SeaweedFS time."""
+    s3.create_bucket(Bucket="tests")
+    return "tests"
+
+
 @pytest.fixture
-def bucket(s3):
-    """The name of a new bucket on SeaweedFS."""
-    name = f"test-{next(_numbers)}"
-    s3.create_bucket(Bucket=name)
-    return name
+def folder(s3, shared_bucket):
+    """A prefix of the test's own."""
+    return Folder(s3, shared_bucket, f"test {next(_numbers)}")
 
 
 @pytest.fixture(scope="session")
@@ -123,13 +144,13 @@ def first_use(session_proxy, s3):
 
 
 @pytest.fixture
-def objects(first_use, proxy, bucket):
-    """``objects(**spec)``: the test's bucket, read by a storage of its own."""
+def objects(first_use, proxy, folder):
+    """``objects(**spec)``: the test's prefix, read by a storage of its own."""
     storages = []
 
-    def open_one(bucket=bucket, endpoint=None, **spec):
+    def open_one(where=folder, endpoint=None, **spec):
         storages.append(opened(endpoint, **spec))
-        return Objects(storages[-1], bucket)
+        return Objects(storages[-1], where)
 
     yield open_one
     for storage in storages:

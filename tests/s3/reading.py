@@ -19,11 +19,11 @@ def opened(endpoint=None, **spec):
 
 
 class Objects(Reading):
-    """Objects of one bucket."""
+    """Objects of one bucket, or of a prefix in it."""
 
-    def __init__(self, storage, bucket):
+    def __init__(self, storage, where):
         super().__init__(storage)
-        self.root = f"s3://{bucket}".encode()
+        self.root = f"s3://{where}".encode()
 
     def learn(self, keys, sizes=None):
         """Measure a group, with the sizes that a listing gave; its number and its progress."""

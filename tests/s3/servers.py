@@ -238,6 +238,7 @@ class SeaweedFS(Server):
             *(f"-{name}.port={port}" for name, port in self._ports.items()),
             f"-s3.config={identities}",
             "-master.telemetry=false",
+            "-master.volumeSizeLimitMB=64",  # each bucket has volumes of its own
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
             "-admin.ui=false",

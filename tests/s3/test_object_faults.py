@@ -16,9 +16,9 @@ QUICK = {"request_timeout": 1.0, "retry_seconds": 1.5}
 
 
 @pytest.fixture
-def it(s3, bucket):
-    s3.put_object(Bucket=bucket, Key="it", Body=BODY)
-    return bucket
+def it(folder):
+    folder.put("it", BODY)
+    return folder
 
 
 def names_all(error, proxy):
@@ -74,9 +74,9 @@ def test_a_head_that_is_denied_says_why_all_the_same(proxy, it, objects):
     assert [entry.method for entry in proxy.seen()] == ["HEAD", "GET"]
 
 
-def test_one_failure_fails_one_object_only(proxy, it, s3, objects):
+def test_one_failure_fails_one_object_only(proxy, it, objects):
     for i in range(50):
-        s3.put_object(Bucket=it, Key=f"o{i}", Body=content(str(i), 1000))
+        it.put(f"o{i}", content(str(i), 1000))
     proxy.trouble(key="/o7$", status=403, code="AccessDenied")
     keys = [b"o%d" % i for i in range(50)] + [b"gone"]
     read, failures = objects().get(keys, [1000] * 51)
@@ -221,10 +221,10 @@ def on_nginx(nginx):
     return nginx, "outage", keys
 
 
-def test_throttling_slows_down_and_ends_nothing(proxy, it, s3, objects):
+def test_throttling_slows_down_and_ends_nothing(proxy, it, objects):
     """Of 64 at once the storage refuses all but some: fewer are sent, and all arrive."""
     for i in range(60):
-        s3.put_object(Bucket=it, Key=f"t{i}", Body=content(str(i), 1000))
+        it.put(f"t{i}", content(str(i), 1000))
     proxy.trouble(key="/t", status=503, code="SlowDown", times=40)
     one = objects()
     keys = [b"t%d" % i for i in range(60)]
@@ -240,10 +240,6 @@ def test_throttling_slows_down_and_ends_nothing(proxy, it, s3, objects):
 # Objects that are not what they were
 
 
-def put_anew(s3, bucket, body):
-    s3.put_object(Bucket=bucket, Key="it", Body=body)
-
-
 @pytest.mark.parametrize("part_bytes", [1 << 20, 65536], ids=["one GET", "ranges"])
 @pytest.mark.parametrize(
     ("now", "kind"),
@@ -256,14 +252,14 @@ def put_anew(s3, bucket, body):
     ids=["vanished", "shorter", "empty", "longer"],
 )
 def test_an_object_that_changed_since_it_was_listed_is_an_error_that_says_so(
-    s3, it, objects, part_bytes, now, kind
+    it, objects, part_bytes, now, kind
 ):
     one = objects(part_bytes=part_bytes)
     group, progress = one.learn([b"it"], [SIZE])
     if now is None:
-        s3.delete_object(Bucket=it, Key="it")
+        it.delete("it")
     else:
-        put_anew(s3, it, now)
+        it.put("it", now)
     one.storage.fetch(group, progress.sizes * 0)
     failures = one.wait(group).failures
     assert type(failures[0]) is kind
@@ -272,14 +268,14 @@ def test_an_object_that_changed_since_it_was_listed_is_an_error_that_says_so(
         assert f"{len(now):,}" in str(failures[0])
 
 
-def test_ranges_of_two_versions_are_never_put_together(proxy, s3, it, objects):
+def test_ranges_of_two_versions_are_never_put_together(proxy, it, objects):
     """Replaced by another of the same size while its ranges are read: only an ETag can tell."""
     one = objects(part_bytes=65536, concurrency=1)
     group, progress = one.learn([b"it"], [SIZE])
     held = proxy.trouble(method="GET", key="/it", skip=1, hold=True)
     one.storage.fetch(group, progress.sizes * 0)
     proxy.wait_for(held)
-    put_anew(s3, it, content("other", SIZE))
+    it.put("it", content("other", SIZE))
     proxy.release(held)
     failures = one.wait(group).failures
     assert type(failures[0]) is errors.Replaced

@@ -18,10 +18,12 @@ BODY = os.urandom(200_000)
 ANY_ERROR = (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError)
 
 
-@pytest.fixture
-def stored(s3, bucket):
-    s3.put_object(Bucket=bucket, Key="it", Body=BODY)
-    return bucket
+@pytest.fixture(scope="module")
+def stored(s3):
+    """A bucket with one object."""
+    s3.create_bucket(Bucket="stored")
+    s3.put_object(Bucket="stored", Key="it", Body=BODY)
+    return "stored"
 
 
 @pytest.fixture
