@@ -25,27 +25,28 @@ class Objects(Reading):
         super().__init__(storage)
         self.root = f"s3://{where}".encode()
 
-    def learn(self, keys, sizes=None):
-        """Measure a group, with the sizes that a listing gave; its number and its progress."""
-        self._groups += 1
-        listed = None if sizes is None else np.asarray(sizes, np.int64)
-        self.storage.measure(self._groups, self.root, Keys.of(keys), listed)
-        return self._groups, self.wait(self._groups)
-
     def get(self, keys, sizes=None):
-        """Measure and read: bytes by index, and errors by index."""
-        group, progress = self.learn(keys, sizes)
-        failures = dict(progress.failures)
-        places = packed(progress.sizes)
-        self.storage.fetch(group, places)
+        """Read a group; with ``sizes``, those of a listing. Bytes by index, errors by index."""
+        failures = {}
+        if sizes is None:
+            group, progress = self.measured(self.root, keys)
+            failures |= progress.failures
+            places = packed(progress.sizes)
+            self.storage.fetch(group, places)
+        else:
+            group, places = self.begin(keys, sizes)
         progress = self.wait(group)
         failures |= progress.failures
-        read = {
-            i: self.at(places[i], size)
-            for i, size in enumerate(progress.sizes.tolist())
-            if size >= 0
-        }
-        return read, failures
+        read = enumerate(progress.sizes.tolist())
+        return {i: self.at(places[i], size) for i, size in read if size >= 0}, failures
+
+    def begin(self, keys, sizes):
+        """Read a group of listed sizes: its number, its places."""
+        self._groups += 1
+        listed = np.asarray(sizes, np.int64)
+        places = packed(listed)
+        self.storage.read(self._groups, self.root, Keys.of(keys), listed, places)
+        return self._groups, places
 
     def error(self, key=b"it", size=None):
         """The error that one object gives."""
