@@ -106,7 +106,7 @@ def test_an_explicit_list_is_what_is_asked_for(proxy, source):
         for epoch in range(3):
             mine = [f"{source}/{name}" for name in NAMES[epoch::3]]
             proxy.forget()
-            dataset.set_epoch(epoch, files=mine, steps=10)
+            dataset.set_epoch(epoch, files=mine)
             keys = [key for batch in dataset for key in batch.keys]
             assert keys == mine
             assert asked_for(proxy) == dict.fromkeys(NAMES[epoch::3], 1)
