@@ -229,6 +229,11 @@ def _side_of_record(args: Any) -> tuple[float, float]:
     return side, float(args.record_length_stdev or 0) / 2 / side
 
 
+def has_plain_paths(args: Any) -> bool:
+    """Whether DLIO's lists hold paths, and nothing else."""
+    return bool(_word(args.storage_type) == "local_fs")
+
+
 def located(path: str, args: Any, storage: str) -> str:
     """A file as rayloader names it: a path, or a URI.
 
@@ -236,7 +241,7 @@ def located(path: str, args: Any, storage: str) -> str:
     of a bucket; both are put right here.
     """
     if storage == "file":
-        if _word(args.storage_type) == "local_fs" and "://" not in path:
+        if has_plain_paths(args):
             return path
         match = _SCHEME.fullmatch(path)
         return "/" + match.group(2) if match and match.group(1) in ("direct", "file") else path
