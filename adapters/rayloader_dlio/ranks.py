@@ -28,6 +28,8 @@ class Ranks:
         self._comm = comm.Dup()
         self.rank: int = comm.rank
         self.size: int = comm.size
+        self.run: str = self.from_first(secrets.token_hex(16))
+        """The run's name, which nobody else can know."""
         self.launch = self._find_place()
 
     @contextlib.contextmanager
@@ -92,14 +94,14 @@ class Ranks:
     def _find_place(self) -> Launch:
         """This rank's place: its node's ranks are those that share memory with it, as MPI says."""
         node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
-        name = self.from_first(secrets.token_hex(16))
+        first = node.bcast(self.rank, root=0)
         masks = node.allgather(sorted(os.sched_getaffinity(0)))
         place = Launch(
             rank=self.rank,
             world_size=self.size,
             local_rank=node.rank,
             local_world_size=node.size,
-            run_id=f"dlio:{name}",
+            run_id=f"dlio:{self.run}:{first}",  # a node is an island, also where two share a host
             launcher="dlio",
             node_cpus=tuple(sorted({cpu for mask in masks for cpu in mask})),
         )

@@ -116,9 +116,8 @@ class Run:
     @classmethod
     def of(cls, session: Session, environ: Mapping[str, str]) -> Run:
         """What is known at the start."""
-        named = str(session.ranks.launch.run_id).encode()
         return cls(
-            hashlib.sha256(b"receipt " + named).hexdigest()[:16],
+            hashlib.sha256(f"receipt {session.ranks.run}".encode()).hexdigest()[:16],
             platform.node(),
             environment(environ),
             versions(session.args),

@@ -30,17 +30,20 @@ def on_all(world, act):
     return outcomes
 
 
-def test_ranks_of_a_node_find_each_other_and_share_a_secret_name():
-    places = on_all(World(nodes=[2, 3]), lambda ranks: ranks.launch)
+def test_ranks_of_a_node_find_each_other_and_share_a_secret_name_that_no_other_node_has():
+    found = on_all(World(nodes=[2, 3]), lambda ranks: (ranks.launch, ranks.run))
+    places, runs = zip(*found, strict=True)
+    assert len(set(runs)) == 1
     assert [(place.rank, place.world_size) for place in places] == [(n, 5) for n in range(5)]
     assert [place.local_rank for place in places] == [0, 1, 0, 1, 2]
     assert [place.local_world_size for place in places] == [2, 2, 3, 3, 3]
-    assert len({place.run_id for place in places}) == 1
+    names = [place.run_id for place in places]
+    assert names[0] == names[1] != names[2] == names[3] == names[4]
     assert set(places[0].node_cpus) == os.sched_getaffinity(0)
 
 
 def test_two_runs_have_different_names():
-    names = {on_all(World(nodes=[1]), lambda ranks: ranks.launch.run_id)[0] for _ in range(3)}
+    names = {on_all(World(nodes=[1]), lambda ranks: ranks.run)[0] for _ in range(3)}
     assert len(names) == 3
 
 

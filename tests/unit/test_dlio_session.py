@@ -179,7 +179,7 @@ def test_the_record_says_what_the_kernel_knows(run):
     assert record["fs_type"]
     assert (record["device_bytes"] is None) != (record["device_bytes_why"] is None)
     assert record["cpu_reader"] > 0
-    assert record["cpu_ray"] > 0
+    assert record["cpu_ray"] >= 0
     assert record["affinity"] == sorted(os.sched_getaffinity(0))
     assert record["node_in_flight_ceiling"] == 64
     assert record["read_ahead_batches_max"] == 2
