@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rayloader.cluster import shutdown
     from rayloader.config import Options
     from rayloader.dataset import Batch, RankDataset
+    from rayloader.fleet.fleet import Fleet
     from rayloader.launch import Launch
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Batch": "rayloader.dataset",
     "Catalog": "rayloader.catalog",
+    "Fleet": "rayloader.fleet.fleet",
     "Launch": "rayloader.launch",
     "Options": "rayloader.config",
     "RankDataset": "rayloader.dataset",
@@ -32,6 +34,7 @@ _HOME = {
 __all__ = [
     "Batch",
     "Catalog",
+    "Fleet",
     "Launch",
     "Options",
     "RankDataset",

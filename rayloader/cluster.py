@@ -171,13 +171,18 @@ def shutdown() -> None:
 
 def place_reader(connection: Connection) -> dict[str, Any]:
     """Options of a reader's actor: on this process's node, asking for no CPU slot."""
+    return place_on(connection.node_id)
+
+
+def place_on(node_id: str) -> dict[str, Any]:
+    """Options of an actor on a certain node, asking for no CPU slot, and never restarted by Ray."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return {
         "num_cpus": 0,
         "max_restarts": 0,
         "max_task_retries": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(connection.node_id, soft=False),
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
     }
 
 

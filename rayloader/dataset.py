@@ -295,6 +295,18 @@ class RankDataset(IterableDataset[Batch]):
         """
         self._loader.set_epoch(epoch, files, steps, batch_size)
 
+    def reshard(self, rank: int, world_size: int) -> None:
+        """Take another place among another number of ranks, between two iterations.
+
+        The reader goes on living. The next iteration begins at its epoch's start, unless a state
+        is loaded: any rank's of the old number of ranks continues their epoch on the new one.
+
+        Raises:
+            OptionError: unless 0 <= rank < world_size.
+            UsageError: an iteration is under way.
+        """
+        self._loader.reshard(rank, world_size)
+
     @property
     def concurrency(self) -> int:
         """Ceiling on reads in flight [reads]; may be set while an epoch runs."""

@@ -217,6 +217,23 @@ class Loader:
         if self._remote is not None:
             self._remote.set_concurrency(self.options)
 
+    def reshard(self, rank: int, world_size: int) -> None:
+        """Take another place among another number of ranks; the reader goes on living.
+
+        What the next iteration reads begins at its epoch's start. A list of the caller's own is
+        kept: it does not depend on the ranks.
+
+        Raises:
+            OptionError: unless 0 <= rank < world_size.
+            UsageError: an iteration is under way.
+        """
+        shard = Shard(rank, world_size)
+        with self._lock:
+            if self._run is not None:
+                raise UsageError("reshard: end the iteration that is under way first")
+            self.shard = shard
+            self._move(self._next.anew())
+
     @property
     def memory_bytes(self) -> int:
         """The bound on batches in memory that is in force, once a reader has been started."""

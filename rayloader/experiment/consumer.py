@@ -129,7 +129,7 @@ def _read(feed: Feed, epoch: int, task: Task, link: Connection) -> None:
             first_at = now
             link.send(First(epoch))
         if task.touch:
-            _look_at(batch)
+            look_at(batch)
         if task.compute_seconds:
             time.sleep(task.compute_seconds)
         if now >= due:
@@ -141,7 +141,7 @@ def _read(feed: Feed, epoch: int, task: Task, link: Connection) -> None:
     link.send(Done(epoch, first_at or ended_at, ended_at, feed.receipt()))
 
 
-def _look_at(batch: Any) -> None:
+def look_at(batch: Any) -> None:
     """Read every byte of a batch."""
     for sample in batch:
         if len(sample):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
@@ -12,6 +15,11 @@ from rich.text import Text
 from rayloader.experiment.ranks import Loader, Moved
 from rayloader.experiment.read import EpochResult, ReadJob
 from rayloader.experiment.report import GB, epoch_line, title
+
+_DRAWN_EVERY = 0.4
+"""Time between two pictures in a notebook [s]."""
+_PAGE_WIDTH = 110
+"""Of progress in a notebook [characters]."""
 
 
 class Counting:
@@ -119,6 +127,87 @@ class LiveWatch:
 
     def _print(self, text: Text) -> None:
         self._console.print(text, soft_wrap=not self._console.is_terminal)
+
+
+class FleetWatch:
+    """Shows how an epoch of a Fleet goes on: a line per rank. A context.
+
+    On a terminal the lines move; in a notebook they are one display that is replaced (no widgets);
+    elsewhere only what was not expected is said, to ``console``.
+    """
+
+    def __init__(self, console: Console, shown: bool | None = None) -> None:
+        """Write to ``console``; ``shown``: progress too; ``None``: where somebody looks on."""
+        self._console = console
+        self._page = _notebook_page() if shown is not False else None
+        self._moving = shown is not False and console.is_terminal and self._page is None
+        self._progress = Progress(
+            TextColumn("{task.fields[name]}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            console=console,
+            transient=True,
+        )
+        self._lines: list[TaskID] = []
+        self._speeds: list[_Speed] = []
+        self._drawn_at = 0.0
+
+    def __enter__(self) -> FleetWatch:
+        if self._moving:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._moving:
+            self._progress.stop()
+        if self._page is not None:
+            self._page("")
+
+    def ranks_changed(self, ranks: int) -> None:
+        """So many ranks read now."""
+        for line in self._lines:
+            self._progress.remove_task(line)
+        self._speeds = [_Speed() for _ in range(ranks)]
+        self._lines = [
+            self._progress.add_task("", total=None, name=f"rank {rank}", text="starting")
+            for rank in range(ranks)
+        ]
+
+    def moved(self, rank: int, moved: Moved) -> None:
+        """A rank is so far."""
+        if rank >= len(self._lines):
+            return
+        self._progress.update(
+            self._lines[rank],
+            total=moved.steps_expected or None,
+            completed=moved.steps,
+            name=f"rank {rank}, epoch {moved.epoch}",
+            text=self._speeds[rank].text(moved),
+        )
+        if self._page is not None and time.monotonic() > self._drawn_at + _DRAWN_EVERY:
+            self._drawn_at = time.monotonic()
+            self._page(_as_html(self._progress))
+
+    def said(self, text: str) -> None:
+        """Something happened that was not expected."""
+        self._console.print(Text(text, style="yellow"), soft_wrap=not self._console.is_terminal)
+
+
+def _notebook_page() -> Callable[[str], None] | None:
+    """What shows HTML in the notebook that this runs in, in place of what it showed before."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is None or not hasattr(shell, "kernel"):
+        return None
+    from IPython.display import HTML, display
+
+    handle = display(HTML(""), display_id=True)
+    return lambda page: handle.update(HTML(page))
+
+
+def _as_html(progress: Progress) -> str:
+    console = Console(file=io.StringIO(), record=True, width=_PAGE_WIDTH, force_jupyter=False)
+    console.print(progress.get_renderable())
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 class _Speed:

@@ -13,13 +13,14 @@ PACKAGE = Path(__file__).resolve().parents[2] / "rayloader"
 ROOMS = [
     "errors", "config", "limits", "sockets", "launch", "storage", "catalog", "plan", "arena",
     "receipt", "checksums", "batches", "reader", "channel", "actor", "node", "guardian", "head",
-    "cluster", "remote", "position", "epoch", "loader", "dataset", "experiment", "cli", "testing",
+    "cluster", "remote", "position", "epoch", "loader", "dataset", "experiment", "fleet",
+    "cli", "testing",
 ]  # fmt: skip
 FOREIGN = {
-    "ray": {"channel", "head", "cluster", "remote", "dataset"},
-    "torch": {"dataset", "experiment"},
+    "ray": {"channel", "head", "cluster", "remote", "dataset", "fleet"},
+    "torch": {"dataset", "experiment", "fleet"},
     "click": {"cli"},
-    "rich": {"experiment", "cli"},
+    "rich": {"experiment", "fleet", "cli"},
     "s3dlio": {"storage"},
     "botocore": {"storage"},
 }

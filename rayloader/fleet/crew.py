@@ -1,0 +1,262 @@
+"""The consumers of a Fleet: started, replaced and ended. One actor per rank, spread over the nodes.
+
+Ray is imported inside functions only.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from rayloader import cluster
+from rayloader.catalog import Catalog
+from rayloader.config import Options
+from rayloader.errors import ClusterError, PlacementFailed, RayloaderError, ReaderLost, chained
+from rayloader.fleet.consumer import CALLS_AT_ONCE, Consumer, SharedCatalog
+from rayloader.fleet.work import Hello
+from rayloader.launch import Launch
+
+END_SECONDS = 10.0
+"""Consumers told to end have this long before they are killed [s]."""
+
+
+@dataclasses.dataclass
+class Member:
+    """The consumer of a rank.
+
+    Attributes:
+        rank: whose.
+        node_id: where, hex.
+        actor: Ray's handle.
+        hello: who it said it is.
+    """
+
+    rank: int
+    node_id: str
+    actor: Any
+    hello: Hello
+
+
+class Crew:
+    """All consumers. Calls may come from several threads; they wait for each other."""
+
+    def __init__(self, catalog: Catalog, options: Options) -> None:
+        """Prepare consumers that read ``catalog``; none starts before :meth:`grow`."""
+        self.catalog = catalog
+        self.options = options
+        self._members: list[Member] = []
+        self._fd = -1
+        self._copy: Any = None
+        self._connection: cluster.Connection | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def members(self) -> list[Member]:
+        """In the order of their ranks."""
+        return list(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def grow(self, ranks: int) -> None:
+        """Start consumers until there are so many; those that are there are left alone.
+
+        Raises:
+            ClusterError: Ray cannot be joined, or cannot place one.
+            RayloaderError: one cannot open its data set.
+        """
+        with self._lock:
+            self._join()
+            places = self._places(range(len(self._members), ranks))
+            starting = [
+                (rank, node_id, self._start(rank, node_id, ranks))
+                for rank, node_id in places.items()
+            ]
+            try:
+                self._members += [
+                    Member(rank, node_id, actor, self._opened(actor, opening))
+                    for rank, node_id, (actor, opening) in starting
+                ]
+            except BaseException:
+                known = {id(member.actor) for member in self._members}
+                _kill(actor for _, _, (actor, _) in starting if id(actor) not in known)
+                raise
+
+    def shrink(self, ranks: int) -> None:
+        """End consumers until there are no more than so many: the last ones."""
+        with self._lock:
+            leaving, self._members = self._members[ranks:], self._members[:ranks]
+            _end(leaving)
+
+    def replace(self, lost: Member) -> Member:
+        """Start a consumer for a rank whose own is dead, on the same node if that lives.
+
+        Raises:
+            ClusterError: Ray cannot place it.
+            RayloaderError: it cannot open its data set.
+        """
+        with self._lock:
+            _kill([lost.actor])
+            self._join()
+            alive = self._nodes()
+            others = [member for member in self._members if member is not lost]
+            node_id = lost.node_id
+            if node_id not in alive:
+                node_id = _least(alive, others)
+            actor, opening = self._start(lost.rank, node_id, len(self._members))
+            member = Member(lost.rank, node_id, actor, self._opened(actor, opening))
+            self._members[self._members.index(lost)] = member
+            return member
+
+    def set_concurrency(self, concurrency: int) -> None:
+        """Change the ceiling on reads in flight, of all ranks and of those to come [reads]."""
+        self.options = self.options.replace(concurrency=concurrency)
+        for member in self.members:
+            with contextlib.suppress(Exception):  # whoever replaces a dead one will know
+                member.actor.set_concurrency.remote(concurrency)
+
+    def close(self) -> None:
+        """End every consumer. Idempotent."""
+        self.shrink(0)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._copy = None
+
+    def _join(self) -> None:
+        self._connection = cluster.connect(
+            self.options.ray, start_timeout=self.options.start_timeout
+        )
+
+    def _nodes(self) -> list[str]:
+        """Ids of the nodes that are alive, this process's own first."""
+        import ray
+
+        assert self._connection is not None
+        here = self._connection.node_id
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return [here] * (here in alive) + sorted(alive - {here})
+
+    def _places(self, ranks: Iterable[int]) -> dict[int, str]:
+        """The node of each new rank: that with the fewest so far."""
+        alive = self._nodes()
+        taken = list(self._members)
+        places: dict[int, str] = {}
+        for rank in ranks:
+            places[rank] = _least(alive, taken, places.values())
+        return places
+
+    def _start(self, rank: int, node_id: str, ranks: int) -> tuple[Any, Any]:
+        """Start an actor and have it open its data set; the actor, and what it will say."""
+        import ray
+
+        on_node = -(-ranks // max(1, len(self._nodes())))
+        launch = Launch(rank, ranks, min(rank, on_node - 1), on_node, None, "fleet")
+        threads = max(1, (os.cpu_count() or 1) // on_node)
+        actor = (
+            ray.remote(Consumer)
+            .options(max_concurrency=CALLS_AT_ONCE, **cluster.place_on(node_id))
+            .remote(self._shared(node_id), self.options, launch, node_id, threads)
+        )
+        return actor, actor.open.remote()
+
+    def _shared(self, node_id: str) -> SharedCatalog:
+        """How a consumer on a node gets the catalog."""
+        import ray
+
+        assert self._connection is not None
+        if self._fd < 0:
+            self._fd = self.catalog.to_fd()
+        here = self._connection.node_id
+        if (node_id != here or not self._connection.same_node) and self._copy is None:
+            self._copy = ray.put(self.catalog.dumps())
+        owner = here if self._connection.same_node else ""
+        return SharedCatalog(f"/proc/{os.getpid()}/fd/{self._fd}", owner, self._copy, node_id)
+
+    def _opened(self, actor: Any, opening: Any) -> Hello:
+        import ray
+
+        timeout = 2 * self.options.start_timeout  # of the consumer, and then of its reader
+        try:
+            hello: Hello = ray.get(opening, timeout=timeout)
+        except ray.exceptions.RayError as failure:
+            _kill([actor])
+            raise error_of(failure, f"within {timeout:g} s") from chained(failure)
+        return hello
+
+
+def error_of(failure: Exception, timeout: str = "in time") -> RayloaderError:
+    """The error of rayloader's that one of Ray's carries, or tells."""
+    from ray import exceptions as ray_says
+
+    if placement := cluster.cluster_error(failure):
+        return placement
+    if isinstance(failure, ray_says.RayTaskError) and isinstance(failure.cause, RayloaderError):
+        return failure.cause
+    if isinstance(failure, ray_says.GetTimeoutError):
+        return ReaderLost(f"a consumer did not answer {timeout}")
+    if isinstance(failure, ray_says.RayActorError):
+        return ReaderLost(f"a consumer is dead: {_last_line(failure)}")
+    return ClusterError(f"a consumer failed: {_last_line(failure)}")
+
+
+def _last_line(failure: Exception) -> str:
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    telling = [line for line in lines if line.startswith("The actor is dead because")] or lines
+    return telling[-1][:300] if telling else type(failure).__name__
+
+
+def _least(alive: list[str], members: list[Member], more: Iterable[str] = ()) -> str:
+    """The node with the fewest ranks; the first of several.
+
+    Raises:
+        PlacementFailed: there is none.
+    """
+    if not alive:
+        raise PlacementFailed("no node of this Ray is alive")
+    ranks = collections.Counter([*(member.node_id for member in members), *more])
+    return min(alive, key=lambda node_id: ranks[node_id])
+
+
+def _end(members: list[Member]) -> None:
+    """End consumers: each closes its data set first, if it still can."""
+    if not members:
+        return
+    import ray
+
+    if not ray.is_initialized():
+        return
+    with contextlib.suppress(Exception):
+        closing = [member.actor.close.remote() for member in members]
+        ray.wait(closing, num_returns=len(closing), timeout=END_SECONDS)
+    _kill(member.actor for member in members)
+    _wait_gone(members)
+
+
+def _wait_gone(members: list[Member]) -> None:
+    """Wait until Ray has ended the processes that are seen from here."""
+    deadline = time.monotonic() + END_SECONDS
+    for member in members:
+        here = f"/proc/{member.hello.pid}"
+        while _is_ray(here) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _is_ray(process: str) -> bool:
+    with contextlib.suppress(OSError), open(f"{process}/cmdline", "rb") as file:
+        return b"ray::Consumer" in file.read()
+    return False
+
+
+def _kill(actors: Iterable[Any]) -> None:
+    import ray
+
+    for actor in actors:
+        with contextlib.suppress(Exception):
+            ray.kill(actor, no_restart=True)
