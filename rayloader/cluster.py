@@ -11,6 +11,7 @@ Ray is imported inside functions only.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -25,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from rayloader.config import LEAVE_SECONDS, PROBE_SECONDS, Options
+from rayloader.config import LEAVE_SECONDS, PATIENCE_SECONDS, PROBE_SECONDS, Options
 from rayloader.errors import (
     ClusterError,
     ClusterUnreachable,
@@ -76,7 +77,6 @@ class _State:
         self.guardian: Guardian | None = None
         self.stuck: str | None = None
         self.forked = False
-        self.at_exit = False
 
 
 _state = _State()
@@ -186,6 +186,35 @@ def place_on(node_id: str) -> dict[str, Any]:
     }
 
 
+def promptly(ask: Callable[[], _T]) -> _T:
+    """The result of ``ask``, which asks the Ray that was joined, in a thread that may be left.
+
+    Nothing of Ray's own bounds such a call while its GCS is dead or cut off.
+
+    Raises:
+        ClusterUnreachable: Ray's address does not answer any more.
+        Exception: what ``ask`` raised.
+    """
+    assert _state.connection is not None
+    address = _state.connection.address
+    answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="rayloader-ask", daemon=True).start()
+    try:
+        while not concurrent.futures.wait([answer], PATIENCE_SECONDS).done:
+            probe(address)
+    finally:
+        if not answer.done():
+            _exit_without_destructors()
+    return answer.result()
+
+
 def first_said(name: str, value: str) -> str:
     """What the first of all processes in this Ray said under ``name``; ``value`` if it is this one.
 
@@ -193,9 +222,11 @@ def first_said(name: str, value: str) -> str:
     """
     from ray.experimental import internal_kv
 
-    if not internal_kv._internal_kv_put(_key(name), value.encode(), overwrite=False):
-        return value
-    earlier = said(name)
+    def say() -> bool:
+        there: bool = internal_kv._internal_kv_put(_key(name), value.encode(), overwrite=False)
+        return there
+
+    earlier = said(name) if promptly(say) else None
     return earlier if earlier is not None else value
 
 
@@ -203,7 +234,7 @@ def said(name: str) -> str | None:
     """What was said under ``name`` with :func:`first_said`; ``None``: nothing yet."""
     from ray.experimental import internal_kv
 
-    value: bytes | None = internal_kv._internal_kv_get(_key(name))
+    value: bytes | None = promptly(lambda: internal_kv._internal_kv_get(_key(name)))
     return value.decode() if value is not None else None
 
 
@@ -314,7 +345,7 @@ def _private(run_id: str | None, deadline: float, cpus: Sequence[int]) -> Connec
         where = guard.ray(max(deadline - time.monotonic(), 0.1), cpus)
         probe(where.address)
         _import_ray(where)
-        with _token(where.token), _constants(**_PRIVATE_CONSTANTS), _discreet():
+        with _enduring(), _token(where.token), _constants(**_PRIVATE_CONSTANTS), _discreet():
             node_id = _init(where.address, deadline, guard)
     except BaseException:
         _reload_token()
@@ -337,7 +368,7 @@ def _join_address(address: str, choice: str, deadline: float) -> Connection:
     probe(address)
     _import_ray(None)
     canonical = _canonical(address)
-    ways: list[contextlib.AbstractContextManager[None]] = []
+    ways: list[contextlib.AbstractContextManager[None]] = [_enduring(), _settings()]
     if canonical != address:
         try:
             probe(canonical)
@@ -500,6 +531,7 @@ def _within(
             abandoned = not result and not failure
             if abandoned:
                 _state.stuck = f"{late} (an earlier attempt to join it still hangs in this process)"
+                _exit_without_destructors()
     if abandoned:
         if guard is not None:
             guard.check()
@@ -520,8 +552,11 @@ def _soon() -> float:
 def _leave() -> None:
     """``ray.shutdown``, which may hang when Ray is half dead."""
     late = ClusterError("Ray does not let go of this process")
-    with contextlib.suppress(RayloaderError), _undisturbed():
-        _within(_ray_shutdown, time.monotonic() + LEAVE_SECONDS, late)
+    try:
+        with _undisturbed():
+            _within(_ray_shutdown, time.monotonic() + LEAVE_SECONDS, late)
+    except RayloaderError:
+        _forget_rays_exit()
 
 
 def _ray_shutdown() -> None:
@@ -564,10 +599,21 @@ def _token(token: str | None) -> Iterator[None]:
     changes = {"RAY_AUTH_MODE": "token"}
     if token is not None:
         changes["RAY_AUTH_TOKEN"] = token
-        changes["RAY_gcs_rpc_server_reconnect_timeout_s"] = str(NEVER)
     with _environment(changes):
         _reload_token()
         yield
+
+
+def _enduring() -> contextlib.AbstractContextManager[None]:
+    """Let a process that has lost its GCS live: Ray would end it after a minute, saying nothing."""
+    return _environment({"RAY_gcs_rpc_server_reconnect_timeout_s": str(NEVER)})
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    """Let Ray read its settings, also when it was imported long ago."""
+    _reload_token()
+    yield
 
 
 def _reload_token() -> None:
@@ -707,6 +753,20 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
+def _forget_rays_exit() -> None:
+    """Keep Ray from shutting itself down once more at exit: nothing would bound that."""
+    atexit.unregister(sys.modules["ray"].shutdown)
+
+
+def _exit_without_destructors() -> None:
+    """Have this process end before Ray's C++ objects are destroyed, which a thread still uses.
+
+    ``_exit`` is called by ``exit``, with its status, when Python has finished.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+
+
 def _forget_guardian() -> None:
     held, _state.guardian = _state.guardian, None
     if held is not None:
@@ -714,16 +774,16 @@ def _forget_guardian() -> None:
 
 
 def _at_exit() -> None:
-    if not _state.at_exit:
-        _state.at_exit = True
-        atexit.register(shutdown)
+    """Leave at exit, before Ray's own shutdown, which nothing bounds: the last comes first."""
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)
 
 
 def _in_child() -> None:
     """A forked child cannot use its parent's Ray, and must not end it at its own exit."""
     forked = _state.forked or _state.connection is not None
     if forked and "ray" in sys.modules:
-        atexit.unregister(sys.modules["ray"].shutdown)
+        _forget_rays_exit()
     _state.__init__()  # type: ignore[misc]  # the lock may have been held
     _state.forked = forked
 

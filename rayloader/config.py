@@ -41,6 +41,8 @@ CLOSE_SECONDS = 1.0
 which Ray then does not report as a crash."""
 KILL_SECONDS = 5.0
 """A killed reader has ended within this [s], or a read that hangs in the kernel keeps it."""
+PATIENCE_SECONDS = 1.0
+"""A call of Ray's that takes longer has its address probed, again and again [s]."""
 PROBE_SECONDS = 3.0
 """A Ray's address must take a connection and speak HTTP/2 within this [s]."""
 LEAVE_SECONDS = 5.0

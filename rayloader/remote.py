@@ -225,10 +225,14 @@ class RemoteReader:
         self._join()
         import ray
 
-        self._owned.actor = self._place()
         timeout = self._options.start_timeout
+
+        def listening() -> tuple[Any, str]:
+            actor = self._place()
+            return actor, ray.get(actor.listen.remote(), timeout=timeout)
+
         try:
-            address = ray.get(self._owned.actor.listen.remote(), timeout=timeout)
+            self._owned.actor, address = cluster.promptly(listening)
             channel = self._owned.channel = self._connect(address)
         except ray.exceptions.RayError as failure:
             raise _start_error(failure, timeout) from chained(failure)
@@ -274,7 +278,7 @@ class RemoteReader:
         root, sizes = (known.root, known.sizes) if known is not None else (b"", None)
         checksums = known.checksums if known is not None and options.verify else None
         serving = actor.serve.remote(names, root, sizes, checksums, memory.length)
-        welcome = ray.get(serving, timeout=options.start_timeout)
+        welcome = cluster.promptly(lambda: ray.get(serving, timeout=options.start_timeout))
         process = ReaderProcess(welcome["pid"]) if self._connection.same_node else None
         return RayChannel(actor, welcome, process)
 

@@ -107,6 +107,38 @@ def test_an_epoch_outlives_all_that_is_rays_and_then_an_error_is_still_told(cens
     census.gone(10)
 
 
+SILENT = """
+import os, signal, sys, time, rayloader
+with rayloader.RankDataset(
+    sys.argv[1], rank=0, world_size=1, read_ahead_batches=1, max_restarts=1
+) as dataset:
+    batches = iter(dataset)
+    held = next(batches)
+    print("paused", flush=True)
+    sys.stdin.readline()
+    os.kill(dataset.receipt.reader_pid, signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        list(batches)
+    except rayloader.ReaderLost as lost:
+        print(f"{time.monotonic() - began:.1f}", lost, flush=True)
+"""
+
+
+def test_a_gcs_that_does_not_answer_while_a_reader_must_be_replaced_is_an_error(census, directory):
+    """Ray's own calls would wait for it for ever."""
+    trainer = census.start(SILENT, directory)
+    assert trainer.line(40) == "paused"
+    gcs = census.pid_of("/gcs/gcs_server")
+    os.kill(gcs, signal.SIGSTOP)
+    trainer.tell()
+    seconds, _, said = trainer.line(40).partition(" ")
+    assert "no Ray answers at 127.0.0.1:" in said
+    assert float(seconds) < 20
+    assert trainer.wait(20)[0] == 0, trainer.wait()[1]
+    census.gone(10)
+
+
 # Several at once
 
 
