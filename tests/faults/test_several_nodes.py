@@ -4,12 +4,18 @@ Two ranks with run ids of their own are what two nodes are under torchrun or MPI
 each has a private Ray, and only torch.distributed connects them.
 """
 
+import contextlib
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
+from functools import partial
 
 import pytest
 
-from tests.census import Census
+from tests.census import Census, read
 
 pytestmark = pytest.mark.timeout(60)
 FILES = 12
@@ -80,3 +86,122 @@ def two_nodes(census, directory):
             "RAYLOADER_RUN_ID": f"{census.mark}, node {rank}",
         }  # fmt: skip
         yield census.start(RANK, directory, **environ)
+
+
+# A cluster whose network is cut
+
+CUT_OFF = """
+import os, signal, sys, time, rayloader
+
+def opened(channel):
+    return rayloader.RankDataset(
+        sys.argv[1], rank=0, world_size=1, read_ahead_batches=1, ray=sys.argv[2], channel=channel,
+        max_restarts=1, memory_bytes=16 << 20,
+    ).open()
+
+def outcome(act):
+    began = time.monotonic()
+    try:
+        said = act()
+    except rayloader.RayloaderError as error:
+        said = f"{type(error).__name__}: {error}"
+    print(f"{time.monotonic() - began:.1f} {said}".splitlines()[0], flush=True)
+
+datasets = [opened("local"), opened("ray")]
+iterators = [iter(dataset) for dataset in datasets]
+held = [next(batches) for batches in iterators]
+print(*[dataset.receipt.channel for dataset in datasets], flush=True)
+sys.stdin.readline()
+for batches in iterators:
+    outcome(lambda: 1 + sum(1 for _ in batches))
+outcome(lambda: sum(1 for _ in datasets[0]))
+for dataset in datasets:
+    os.kill(dataset.receipt.reader_pid, signal.SIGKILL)
+    outcome(lambda: sum(1 for _ in dataset))
+outcome(lambda: opened("local"))
+"""
+
+
+class Host:
+    """A host as far as Ray knows: a network, processes and mounts of its own."""
+
+    def __init__(self):
+        apart = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "sleep", "300"]
+        self._holder = subprocess.Popen(apart, stderr=subprocess.DEVNULL)
+        self.pid = 0
+        deadline = time.monotonic() + 5
+        while not self.pid and self._holder.poll() is None and time.monotonic() < deadline:
+            children = read(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").split()
+            if children and read(f"/proc/{int(children[0])}/cmdline").startswith(b"sleep"):
+                self.pid = int(children[0])
+        if not self.pid:
+            pytest.skip("no namespaces can be made here")
+        self.prefix = ["nsenter", "-t", str(self.pid), "--net", "--pid", "--mount"]
+
+    def plug(self, link, address):
+        """Give it the end of a cable."""
+        run("ip", "link", "set", link, "netns", str(self.pid))
+        for words in (["addr", "add", f"{address}/30", "dev", link], ["link", "set", link, "up"],
+                      ["link", "set", "lo", "up"]):  # fmt: skip
+            run(*self.prefix, "ip", *words)
+
+    def close(self):
+        """End all that runs on it: the first process of a host takes the others along."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._holder.wait(10)
+
+
+@pytest.fixture
+def cluster_of_two(census):
+    """A Ray of two hosts; (its address, the second host, what pulls the cable)."""
+    with contextlib.ExitStack() as stack:
+        one, two = hosts = [stack.enter_context(contextlib.closing(Host())) for _ in "ab"]
+        ends = [f"rl{side}{os.getpid() % 99999}" for side in "ab"]
+        try:
+            run("ip", "link", "add", "name", ends[0], "type", "veth", "peer", "name", ends[1])
+            for host, end, address in zip(hosts, ends, ADDRESSES, strict=True):
+                host.plug(end, address)
+        except (subprocess.CalledProcessError, FileNotFoundError) as error:
+            pytest.skip(f"no network between them: {getattr(error, 'stderr', error)}")
+        start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
+        head = ["--head", "--port=6399", "--include-dashboard=false", f"--temp-dir={census.tmp}/r"]
+        joins = [head, [f"--address={ADDRESSES[0]}:6399"]]
+        for host, address, join in zip(hosts, ADDRESSES, joins, strict=True):
+            here = f"--node-ip-address={address}"
+            run(*host.prefix, *start, here, *SMALL, *join, env=census.environ(**SECRET))
+        pull = partial(run, *one.prefix, "ip", "link", "set", ends[0], "down")
+        yield f"{ADDRESSES[0]}:6399", two, pull
+
+
+ADDRESSES = ["10.231.78.1", "10.231.78.2"]
+SMALL = ["--num-cpus=1", "--object-store-memory=80000000"]
+SECRET = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+
+
+def run(*command, env=None):
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=40, env=env)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make network namespaces")
+@pytest.mark.timeout(150)
+def test_a_node_that_is_cut_off_ends_its_epoch_and_then_says_so(census, directory, cluster_of_two):
+    """Trainer and readers on one side, the GCS on the other."""
+    address, host, pull = cluster_of_two
+    # What Ray would end the trainer after, without a word: rayloader has it wait for ever.
+    impatient = {"RAY_gcs_rpc_server_reconnect_timeout_s": "2"}
+    trainer = census.start(CUT_OFF, directory, address, prefix=host.prefix, **SECRET, **impatient)
+    assert trainer.line(50) == "local ray"
+    pull()
+    time.sleep(5)
+    trainer.tell()
+    outcomes = [trainer.line(40).partition(" ") for _ in range(6)]
+    assert [said for *_, said in outcomes[:3]] == [str(FILES)] * 3
+    for seconds, _, said in outcomes[3:]:
+        assert f"no Ray answers at {address}" in said
+        assert float(seconds) < 20
+    assert [said.partition(":")[0] for *_, said in outcomes[3:]] == [
+        "ReaderLost", "ReaderLost", "ClusterUnreachable",
+    ]  # fmt: skip
+    status, said = trainer.wait(30)
+    assert status == 0, said
