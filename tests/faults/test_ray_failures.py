@@ -12,6 +12,7 @@ import pytest
 import rayloader
 from rayloader import cluster, errors
 from tests.census import Census
+from tests.faults import two_runs
 
 pytestmark = pytest.mark.timeout(60)
 FILES = 40
@@ -160,6 +161,14 @@ def test_a_starter_that_dies_disturbs_neither_its_run_nor_another(census, direct
     other.tell("end")
     assert other.wait(20) == (0, "")
     census.gone(10)
+
+
+@pytest.mark.timeout(150)
+def test_two_runs_at_once_do_not_notice_each_other(tmp_path):
+    """Twice; ``python -m tests.faults.two_runs`` does it twenty times."""
+    two_runs.make_files(tmp_path)
+    for _ in range(2):
+        two_runs.once(tmp_path)
 
 
 TORCHRUN = """
