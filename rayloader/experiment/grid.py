@@ -53,7 +53,7 @@ class Grid:
         console = Console(file=io.StringIO(), width=_WIDTH, highlight=False)
         console.print(self.table())
         for note in self.notes:
-            console.print(note, markup=False)
+            console.print(note, markup=False, soft_wrap=True)
         assert isinstance(console.file, io.StringIO)
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 

@@ -13,8 +13,10 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from rayloader.catalog import Catalog
 from rayloader.config import Options
@@ -24,6 +26,7 @@ from rayloader.experiment.ranks import Moved
 from rayloader.fleet.work import Hello, Part, Piece, Progress, left_over
 from rayloader.launch import Launch
 from rayloader.plan import Shard
+from rayloader.storage.uri import is_object
 
 if TYPE_CHECKING:
     from rayloader.dataset import RankDataset
@@ -116,6 +119,27 @@ class Consumer:
         """Change the ceiling on reads in flight, now [reads]."""
         self._dataset.concurrency = concurrency
 
+    def read_alone(self, entries: Sequence[int]) -> float:
+        """The median duration of reads of these entries, one at a time [s].
+
+        Files are dropped from the page cache before, so that it is the storage that answers.
+        """
+        dataset, concurrency = self._dataset, self._dataset.concurrency
+        keys = self._catalog.keys_at(np.asarray(entries, np.int64))
+        paths = [os.path.join(self._catalog.root, key) for key in keys]
+        if not is_object(self._catalog.root):
+            for path in paths:
+                _drop(path)
+        with _sendable():
+            dataset.concurrency = 1
+            try:
+                dataset.set_epoch(0, files=paths, batch_size=len(paths))
+                for batch in dataset:
+                    del batch
+                return dataset.receipt.latency_p50
+            finally:
+                dataset.concurrency = concurrency
+
     def close(self) -> None:
         """End the reader."""
         self._dataset.close()
@@ -187,6 +211,7 @@ class _Reading:
         self.first_at = 0.0
         self.receipts: list[dict[str, Any]] = []
         self._cpu = time.process_time()
+        self._ticks = _ticks()
 
     @property
     def steps(self) -> int:
@@ -202,6 +227,7 @@ class _Reading:
             self.first_at or ended_at,
             ended_at,
             time.process_time() - self._cpu,
+            _busy(self._ticks, _ticks()),
             (*self.receipts, *running),
         )
 
@@ -311,6 +337,29 @@ def _sendable() -> Iterator[None]:
     except Exception as error:
         words = (str(error).strip().splitlines() or [""])[0]
         raise RayloaderError(f"{type(error).__name__}: {words}".rstrip(": ")) from chained(error)
+
+
+def _drop(path: bytes) -> None:
+    """Have the kernel forget what it holds of a file."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def _ticks() -> tuple[int, int]:
+    """What the node's CPUs have done since it started: busy, and in all [ticks]."""
+    with open("/proc/stat", "rb") as file:
+        user, nice, system, idle, waiting, *more = map(int, file.readline().split()[1:9])
+    busy = user + nice + system + sum(more)
+    return busy, busy + idle + waiting
+
+
+def _busy(before: tuple[int, int], after: tuple[int, int]) -> float:
+    """Share of the CPUs' time between two looks at :func:`_ticks` that was used [0..1]."""
+    return (after[0] - before[0]) / max(after[1] - before[1], 1)
 
 
 def _moved(reading: _Reading, receipt: Any) -> Moved:

@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from rayloader import cluster
 from rayloader.catalog import Catalog
 from rayloader.config import Options
@@ -24,6 +26,10 @@ from rayloader.launch import Launch
 
 END_SECONDS = 10.0
 """Consumers told to end have this long before they are killed [s]."""
+ALONE_READS = 8
+"""Reads that show how long one takes alone, of files spread over the catalog [reads]."""
+ALONE_SECONDS = 30.0
+"""They may take so long [s]."""
 
 
 @dataclasses.dataclass
@@ -53,6 +59,7 @@ class Crew:
         self._members: list[Member] = []
         self._fd = -1
         self._copy: Any = None
+        self._alone: float | None = None
         self._connection: cluster.Connection | None = None
         self._lock = threading.RLock()
 
@@ -120,6 +127,22 @@ class Crew:
         for member in self.members:
             with contextlib.suppress(Exception):  # whoever replaces a dead one will know
                 member.actor.set_concurrency.remote(concurrency)
+
+    def read_alone(self) -> float | None:
+        """How long a read of this source takes while there is no other; measured once [s].
+
+        ``None``: it could not be measured.
+        """
+        import ray
+
+        with self._lock:
+            if self._alone is None and self._members:
+                count = min(len(self.catalog), ALONE_READS)
+                entries = np.linspace(0, len(self.catalog) - 1, count).astype(int).tolist()
+                asked = self._members[0].actor.read_alone.remote(entries)
+                with contextlib.suppress(ray.exceptions.RayError):
+                    self._alone = ray.get(asked, timeout=ALONE_SECONDS)
+            return self._alone
 
     def close(self) -> None:
         """End every consumer. Idempotent."""

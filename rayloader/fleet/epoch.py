@@ -18,7 +18,8 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Protocol, TypeVar
 
 from rayloader.errors import OptionError, RayloaderError, ReaderLost, UsageError, chained
 from rayloader.experiment.ranks import Moved
@@ -35,6 +36,7 @@ ANSWER_SECONDS = 30.0
 ALL = 1 << 62
 """A step that no plan has."""
 _SERIALS = itertools.count()
+_Result = TypeVar("_Result")
 
 
 class Watch(Protocol):
@@ -311,25 +313,31 @@ class Epoch:
         self._pending.clear()
 
 
-class Running:
-    """An epoch under way, in a thread of its own."""
+class Running(Generic[_Result]):
+    """An epoch under way, in a thread of its own, and what is made of its outcome there."""
 
-    def __init__(self, epoch: Epoch, at_end: Callable[[], object]) -> None:
-        """Start it; ``at_end`` is called when it has ended, however it did."""
+    def __init__(
+        self,
+        epoch: Epoch,
+        finish: Callable[[Outcome], _Result],
+        around: AbstractContextManager[Any],
+    ) -> None:
+        """Start it, within ``around``."""
         self._epoch = epoch
-        self._at_end = at_end
-        self._outcome: Outcome | None = None
+        self._around = around
+        self._finish = finish
+        self._result: list[_Result] = []
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="rayloader-fleet", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._outcome = self._epoch.run()
+            with self._around:
+                outcome = self._epoch.run()
+            self._result.append(self._finish(outcome))
         except BaseException as failure:
             self._failure = failure
-        finally:
-            self._at_end()
 
     @property
     def alive(self) -> bool:
@@ -341,11 +349,11 @@ class Running:
         self._epoch.change_ranks(ranks)
 
     def stop(self) -> None:
-        """End it where it is, and wait for that."""
+        """End it where it is, and wait for that; nothing happens when it has ended."""
         self._epoch.stop(UsageError("this epoch was stopped"))
         self._thread.join()
 
-    def outcome(self) -> Outcome:
+    def result(self) -> _Result:
         """Wait for its end. Ctrl-C stops it.
 
         Raises:
@@ -359,8 +367,7 @@ class Running:
             raise
         if self._failure is not None:
             raise self._failure
-        assert self._outcome is not None
-        return self._outcome
+        return self._result[0]
 
 
 def require_ordered(ordered: bool, ranks: int) -> None:

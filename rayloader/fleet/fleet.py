@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import os
 import threading
 import weakref
@@ -16,7 +16,7 @@ from rayloader.errors import EmptyCatalog, OptionError, UsageError
 from rayloader.experiment.grid import Grid
 from rayloader.experiment.live import FleetWatch
 from rayloader.fleet.crew import Crew
-from rayloader.fleet.epoch import Epoch, Running, require_ordered
+from rayloader.fleet.epoch import Epoch, Outcome, Running, require_ordered
 from rayloader.fleet.report import EpochReport
 from rayloader.storage.access import Access
 
@@ -204,7 +204,7 @@ class Fleet:
             assert self._crew is not None
             watch = FleetWatch(Console(stderr=True, highlight=False), self._progress)
             run = Epoch(self._crew, number, self._compute_seconds, self._touch, watch)
-            self._running = RunningEpoch(run, watch, self._options, self._compute_seconds)
+            self._running = RunningEpoch(run, watch, self._crew, self._compute_seconds)
             self._epoch = number + 1
             return self._running
 
@@ -253,16 +253,14 @@ class Fleet:
 class RunningEpoch:
     """An epoch under way: :meth:`report` waits for it, :meth:`stop` ends it."""
 
-    def __init__(
-        self, epoch: Epoch, watch: FleetWatch, options: Options, compute_seconds: float
-    ) -> None:
-        self._watch = watch
-        self._options = options
-        self._compute_seconds = compute_seconds
-        self._report: EpochReport | None = None
-        self._showing = contextlib.ExitStack()
-        self._showing.enter_context(watch)
-        self._running = Running(epoch, self._showing.close)
+    def __init__(self, epoch: Epoch, watch: FleetWatch, crew: Crew, compute_seconds: float) -> None:
+        def finish(outcome: Outcome) -> EpochReport:
+            report = EpochReport(outcome, crew.options, compute_seconds)
+            if report.evidence.waits_for_storage:
+                report = dataclasses.replace(report, latency_alone=crew.read_alone())
+            return report
+
+        self._running = Running(epoch, finish, watch)
 
     @property
     def alive(self) -> bool:
@@ -279,10 +277,7 @@ class RunningEpoch:
         Raises:
             RayloaderError: a rank has failed, or it was stopped.
         """
-        if self._report is None:
-            outcome = self._running.outcome()
-            self._report = EpochReport(outcome, self._options, self._compute_seconds)
-        return self._report
+        return self._running.result()
 
     def stop(self) -> None:
         """End it where it is, and wait for that; nothing happens when it has ended."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from rayloader.config import Options
 from rayloader.experiment.grid import Grid
+from rayloader.experiment.limit import Evidence, Limit, limit_of
 from rayloader.fleet.epoch import Outcome
 from rayloader.fleet.work import Part
 
@@ -122,11 +123,14 @@ class EpochReport:
         outcome: what the ranks said.
         options: of every rank.
         compute_seconds: the training step that was imitated, per batch [s].
+        latency_alone: of reads one at a time; ``None``: not measured, because the storage was not
+            what was waited for [s].
     """
 
     outcome: Outcome
     options: Options
     compute_seconds: float = 0.0
+    latency_alone: float | None = None
 
     @property
     def epoch(self) -> int:
@@ -211,6 +215,44 @@ class EpochReport:
         content = sum(int(one["read_hash"] or "0", 16) for r in self.ranks for one in r.receipts)
         return f"{content & _MASK:016x}"
 
+    @property
+    def evidence(self) -> Evidence:
+        """What tells which limit it was."""
+        receipts = [one for rank in self.ranks for one in rank.receipts]
+        parts, options = self.outcome.parts, self.options
+        seconds = sum(one["seconds"] for one in receipts) or 1e-9
+        cpus = sum({part.hello.node_id: part.hello.cpus for part in parts}.values()) or 1
+        cpu = self.total("cpu_reader") + sum(part.cpu_seconds for part in parts)
+        in_flight = _weighted(receipts, "mean_in_flight", "seconds")
+        concurrency = max((one["concurrency"] for one in receipts), default=options.concurrency)
+        ahead, reads = options.read_ahead_batches, self.total("reads") or 1
+        return Evidence(
+            wait_share=self.stall_share,
+            compute_share=self.compute_seconds * self.steps / seconds,
+            cpu_share=cpu / (self.seconds * cpus) if self.seconds else 0.0,
+            node_busy=max((part.node_busy for part in parts), default=0.0),
+            reader_cores=max(
+                (rank.total("cpu_reader") / rank.seconds for rank in self.ranks if rank.seconds),
+                default=0.0,
+            ),
+            python_engine=any(one["engine"] == "python" for one in receipts),
+            occupancy=in_flight / concurrency,
+            concurrency=concurrency,
+            latency=self.latency_p50,
+            latency_alone=self.latency_alone,
+            read_bytes=self.total("bytes_transferred") / reads,
+            memory_bytes=min((one["memory_bytes"] for one in receipts), default=1),
+            in_flight=in_flight,
+            read_ahead=None if ahead is None else ahead * options.batch_size,
+            throttled_share=self.total("throttled") / reads,
+            files_per_rank=self.files / max(len(self.ranks), 1),
+        )
+
+    @property
+    def limit(self) -> Limit:
+        """What bounded it, and how that is known."""
+        return limit_of(self.evidence)
+
     def total(self, name: str) -> Any:
         """Sum of a field of all receipts."""
         return sum(rank.total(name) for rank in self.ranks)
@@ -231,6 +273,8 @@ class EpochReport:
             "compute_seconds": self.compute_seconds,
             "cpu_consumer": sum(rank.cpu_consumer for rank in self.ranks),
             **{name: self.total(name) for name in _SUMS},
+            "limit": self.limit.asdict(),
+            "evidence": dataclasses.asdict(self.evidence),
             "events": list(self.events),
             "ranks": [rank.asdict() for rank in self.ranks],
         }
@@ -252,7 +296,7 @@ class EpochReport:
             _COLUMNS,
             (*rows, total),
             frozenset([len(rows)]),
-            self.events,
+            (str(self.limit), *self.events),
         )
 
     def __repr__(self) -> str:

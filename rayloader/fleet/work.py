@@ -93,6 +93,7 @@ class Part:
         first_at: when it had its first batch; ``ended_at`` where there was none [s].
         ended_at: when the last batch was done [s].
         cpu_seconds: CPU time of the consumer's process meanwhile [s].
+        node_busy: of its node's CPUs, what anybody used meanwhile [0..1].
         receipts: of its iterations, as dicts.
     """
 
@@ -103,6 +104,7 @@ class Part:
     first_at: float
     ended_at: float
     cpu_seconds: float
+    node_busy: float
     receipts: tuple[dict[str, Any], ...]
 
 
