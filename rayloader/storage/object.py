@@ -5,9 +5,9 @@ One thread runs an asyncio loop and owns everything that is under way. Each obje
 size that was listed as its condition. A larger object is read as ranges, between two HEADs whose
 ETags must agree: so all ranges are of one version.
 
-A call of s3dlio costs more than the copying of a few hundred kilobytes. So while this process is
-busy, small objects are asked for a few per call, several calls at once, and copied into place. Such
-a call fails as a whole, and then its objects are read one by one, which says what is wrong.
+A call of s3dlio costs more than the copying of a few hundred kilobytes. So where that brings more,
+small objects are asked for a few per call, several calls at once, and copied into place. Such a
+call fails as a whole, and then its objects are read one by one, which says what is wrong.
 
 Requests are sent again here and nowhere else: s3dlio's own repetitions are turned off. How many
 are in flight is the caller's ceiling, and less while the storage throttles or does not answer.
@@ -57,7 +57,7 @@ from rayloader.storage import (
 )
 from rayloader.storage.access import Access
 from rayloader.storage.object_errors import Failure, made, of_s3dlio
-from rayloader.storage.pacing import Load, Window
+from rayloader.storage.pacing import Bundling, Window
 from rayloader.storage.s3dlio_client import Client, open_client
 from rayloader.storage.uri import OBJECT_ENGINE, joined
 
@@ -68,7 +68,7 @@ FIRST_ANSWER_SECONDS = 5.0
 _TICK_SECONDS = 0.1
 """Between two looks for requests that take too long [s]."""
 _BUNDLE = 8
-"""Small objects per call while this process is busy [objects]."""
+"""Small objects per call, where that brings more [objects]."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 """Before a request is sent again: doubled each time, of which a random half is waited [s]."""
 
@@ -215,7 +215,7 @@ class ObjectStorage:
         # In the loop's thread only.
         self._queue: deque[_Op] = deque()
         self._window = Window(spec.concurrency)
-        self._load = Load()
+        self._bundling = Bundling()
         self._answered = False
         self._ticking = False
         self._reading = 0
@@ -517,7 +517,7 @@ class ObjectStorage:
     def _companions(self, op: _Op) -> list[_Op]:
         """More objects for the same call, and they are in flight; none unless that is worth it."""
         found: list[_Op] = []
-        if not (self._load.busy and self._client.can_bundle and self._is_small(op)):
+        if not (self._bundling.on and self._client.can_bundle and self._is_small(op)):
             return found
         while len(found) < _BUNDLE - 1 and self._queue and self._has_room():
             if not self._is_small(self._queue[0]):
@@ -583,7 +583,7 @@ class ObjectStorage:
         self._ticking = True
         self._loop.call_later(_TICK_SECONDS, self._tick)
         now = time.perf_counter()
-        self._load.look(now)
+        self._bundling.look(now, self._reads, bool(self._queue))
         oldest_allowed = now - self._spec.request_timeout
         for op in list(self._in_flight):
             if op.began > oldest_allowed:
@@ -612,7 +612,7 @@ class ObjectStorage:
 
     def _take_apart(self, ops: list[_Op], future: asyncio.Future[Any], now: float) -> None:
         """One of several has failed, so all have: they are asked for again one by one."""
-        self._load.failed(now)
+        self._bundling.failed(now)
         _, failure = self._outcome(ops[0], future)
         assert failure is not None
         _log.debug("%d objects of one call are asked for one by one: %s", len(ops), failure.error)

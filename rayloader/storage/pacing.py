@@ -2,39 +2,85 @@
 
 from __future__ import annotations
 
-import time
-
-_BUSY, _IDLE = 0.6, 0.3
-"""CPU time of this process per second, from which it is busy, and below which no longer [s/s]."""
-_BUSY_SECONDS = 0.3
-"""Over which that is looked at [s]."""
+_PERIOD = 0.3
+"""Of reading one way, before its rate is believed [s]."""
+_FIRST_PROBE, _LAST_PROBE = 1.0, 30.0
+"""Between two trials of the other way [s]."""
+_WORTH = 0.9
+"""Several per call are preferred if they bring this much of what one by one brings."""
 _ALONE_SECONDS = 5.0
 """After a call for several objects has failed, objects are asked for one by one so long [s]."""
 
 
-class Load:
-    """Whether this process is so busy that calls should be few."""
+class Bundling:
+    """Whether to ask for several objects per call: whatever brings more of them.
+
+    Several per call cost less CPU time, but all wait for the slowest of them. So now and then,
+    while there is more to do than fits in the window, the other way is tried for a moment and its
+    rate compared; the more often it has proved worse, the more seldom. Storage that answers as fast
+    as this process can ask is read several at a time, storage that answers unevenly one by one.
+    """
 
     def __init__(self) -> None:
-        """Not busy at first."""
-        self.busy = False
-        self._since = time.perf_counter()
-        self._cpu = time.process_time()
+        """One by one at first."""
+        self.on = False
+        self._preferred = False
+        self._rate = 0.0
+        """Of the preferred way, when it was last looked at [objects/s]."""
+        self._seconds, self._reads = 0.0, 0
+        """In the present way, while there was enough to do."""
+        self._last: tuple[float, int] | None = None
+        self._pause = _FIRST_PROBE
+        self._probe_at = 0.0
         self._not_before = 0.0
 
-    def look(self, now: float) -> None:
-        """Look at the clocks; now and then."""
-        if now - self._since < _BUSY_SECONDS:
+    def look(self, now: float, reads: int, saturated: bool) -> None:
+        """Look at what has been read; every tenth of a second or so.
+
+        Args:
+            now: the moment [s].
+            reads: reads completed so far [reads].
+            saturated: there is more to ask for than fits in the window.
+        """
+        last, self._last = self._last, (now, reads) if saturated else None
+        if last is None or not saturated:
             return
-        cpu = time.process_time()
-        share = (cpu - self._cpu) / (now - self._since)
-        self._since, self._cpu = now, cpu
-        self.busy = share > (_IDLE if self.busy else _BUSY) and now >= self._not_before
+        self._seconds += now - last[0]
+        self._reads += reads - last[1]
+        if self._seconds < _PERIOD:
+            return
+        rate = self._reads / self._seconds
+        if self.on != self._preferred:
+            self._decide(rate, now)
+        else:
+            self._rate = rate
+            if now >= max(self._probe_at, self._not_before):
+                self._turn(not self.on)
+        self._seconds, self._reads = 0.0, 0
 
     def failed(self, now: float) -> None:
         """A call for several objects has failed."""
-        self.busy = False
+        self._preferred = False
+        self._turn(False)
         self._not_before = now + _ALONE_SECONDS
+
+    def _decide(self, rate: float, now: float) -> None:
+        """The other way has been tried."""
+        several, single = (rate, self._rate) if self.on else (self._rate, rate)
+        better = several >= _WORTH * single
+        if better == self._preferred:
+            self._pause = min(2 * self._pause, _LAST_PROBE)
+        else:
+            self._preferred, self._rate = better, rate
+            self._pause = _FIRST_PROBE
+        self._probe_at = now + self._pause
+        self._turn(self._preferred)
+
+    def _turn(self, on: bool) -> None:
+        """What is in flight still is of the old way, so the next moment does not count."""
+        self.on = on
+        self._last = None
+        self._seconds, self._reads = 0.0, 0
 
 
 class Window:

@@ -1,8 +1,6 @@
 """How many requests at once: fewer after trouble, more again after success."""
 
-import time
-
-from rayloader.storage.pacing import Load, Window
+from rayloader.storage.pacing import Bundling, Window
 
 
 def grown(window, answers):
@@ -58,35 +56,61 @@ def test_a_new_ceiling_does_not_forget_the_trouble():
     assert window.limit == 16
 
 
-def burn(seconds):
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
+class Storage:
+    """Reads at one rate one by one, and at another several per call."""
+
+    def __init__(self, single, several):
+        self.bundling = Bundling()
+        self.rates = {False: single, True: several}
+        self.now, self.reads = 100.0, 0
+
+    def run(self, seconds, saturated=True):
+        """The share of the time in which several were asked for per call."""
+        several = 0
+        for _ in range(round(10 * seconds)):
+            self.now += 0.1
+            self.reads += int(self.rates[self.bundling.on] * 0.1)
+            several += self.bundling.on
+            self.bundling.look(self.now, self.reads, saturated)
+        return several / (10 * seconds)
 
 
-def test_a_process_is_busy_while_it_computes_and_idle_while_it_waits():
-    load = Load()
-    assert not load.busy
-    began = time.perf_counter()
-    burn(0.4)
-    load.look(began + 0.45)
-    assert load.busy
-    load.look(began + 0.5)
-    assert load.busy, "too soon to look again"
-    load.look(began + 60)
-    assert not load.busy
+def test_several_per_call_are_asked_for_where_that_is_faster():
+    storage = Storage(1500, 2500)
+    assert not storage.bundling.on
+    storage.run(2)
+    assert storage.run(100) > 0.9
+
+
+def test_several_per_call_are_asked_for_where_that_is_as_fast():
+    storage = Storage(1000, 1000)
+    storage.run(2)
+    assert storage.run(100) > 0.9
+
+
+def test_one_by_one_where_the_slowest_of_several_would_be_waited_for():
+    storage = Storage(1600, 700)
+    storage.run(2)
+    assert storage.run(200) < 0.05
+
+
+def test_a_storage_that_changes_is_found_out():
+    storage = Storage(1600, 700)
+    storage.run(100)
+    storage.rates = {False: 1600, True: 3000}
+    storage.run(40)
+    assert storage.run(60) > 0.8
+
+
+def test_nothing_is_tried_while_there_is_too_little_to_do():
+    storage = Storage(1500, 2500)
+    assert storage.run(100, saturated=False) == 0
 
 
 def test_after_a_failed_call_objects_are_asked_for_one_by_one_for_a_while():
-    load = Load()
-    began = time.perf_counter()
-    load.failed(began)
-    burn(0.4)
-    load.look(began + 0.45)
-    assert not load.busy
-    burn(0.4)
-    load.look(began + 5.1)
-    assert not load.busy, "over all that time it was not busy"
-    burn(0.4)
-    load.look(began + 5.5)
-    assert load.busy
+    storage = Storage(1500, 2500)
+    storage.run(3)
+    storage.bundling.failed(storage.now)
+    assert storage.run(5) == 0
+    storage.run(2)
+    assert storage.run(50) > 0.9
