@@ -69,6 +69,9 @@ _TICK_SECONDS = 0.1
 """Between two looks for requests that take too long [s]."""
 _BUNDLE = 8
 """Small objects per call, where that brings more [objects]."""
+_BUNDLE_SECONDS = 2.0
+"""A call for several objects that has not ended by then is given up: one of them keeps the others
+waiting [s]."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 """Before a request is sent again: doubled each time, of which a random half is waited [s]."""
 
@@ -147,8 +150,8 @@ class _Op:
     """One request, and those that repeat it."""
 
     __slots__ = (
-        "again", "alone", "began", "first", "future", "group", "index", "kind", "late", "length",
-        "offset", "scratch", "why",
+        "again", "alone", "began", "bundled", "first", "future", "group", "index", "kind", "late",
+        "length", "offset", "scratch", "why",
     )  # fmt: skip
 
     def __init__(
@@ -163,6 +166,8 @@ class _Op:
         """How often it has been sent again."""
         self.alone = False
         """Not in one call with others any more."""
+        self.bundled = False
+        """In one call with others now."""
         self.first = 0.0
         """When it was first sent; all moments are of ``time.perf_counter`` [s]."""
         self.began = 0.0
@@ -535,7 +540,7 @@ class ObjectStorage:
         uris = [self._uri(op) for op in ops]
         future = self._promised(lambda: self._client.get_many(uris))
         for op in ops:
-            op.future = future
+            op.future, op.bundled = future, True
         future.add_done_callback(functools.partial(self._bundle_ended, ops, uris))
 
     def _send(self, op: _Op) -> None:
@@ -584,11 +589,12 @@ class ObjectStorage:
         self._loop.call_later(_TICK_SECONDS, self._tick)
         now = time.perf_counter()
         self._bundling.look(now, self._reads, bool(self._queue))
-        oldest_allowed = now - self._spec.request_timeout
         for op in list(self._in_flight):
-            if op.began > oldest_allowed:
+            age = now - op.began
+            if age < min(_BUNDLE_SECONDS, self._spec.request_timeout):
                 break
-            if op.future is not None and not op.late:
+            allowed = _BUNDLE_SECONDS if op.bundled else self._spec.request_timeout
+            if age >= allowed and op.future is not None and not op.late:
                 op.late = True
                 op.future.cancel()
 
@@ -622,7 +628,7 @@ class ObjectStorage:
         for op in reversed(ops):
             self._leave(op, now)
             op.alone = True
-            op.late = False
+            op.bundled = op.late = False
             self._retries += 1
             self._queue.appendleft(op)
 
