@@ -74,8 +74,9 @@ class Session:
         self.trained = 0
         """Training epochs that have ended."""
         self.steps = self._agree_on_steps()
-        os.environ.update(self.settings.credentials)
-        self.dataset = RankDataset(options=self.settings.options, launch=ranks.launch)
+        with ranks.together():
+            os.environ.update(self.settings.credentials)
+            self.dataset = RankDataset(options=self.settings.options, launch=ranks.launch)
         try:
             with ranks.together(), _apart_from(args.data_folder) as self.apart:
                 self.dataset.open()
@@ -192,6 +193,8 @@ class Session:
 
     def _is_shared_out(self) -> bool:
         """Whether DLIO gives every training file to one rank, and only to one."""
+        if assignment.is_sharded(self.args):
+            return True  # its lists are the shares
         paths = self._assigned(Part.of(self.args, True))
         named = list(dict.fromkeys(paths))
         mine = records.hashed(Catalog.of_files(named)) if named else records.Hashed()

@@ -127,3 +127,38 @@ def test_steps_are_those_of_dlios_own_loader_and_loop(args, samples, ranks, step
 def test_validation_does_not_end_with_the_training_steps():
     given_ = arguments(num_files_eval=40, batch_size_eval=2, total_training_steps=3)
     assert steps_here(given_, Part.of(given_, False), 20, 2) == 10
+
+
+class VirtualIndex:
+    """As the fork's: it holds a shuffled list of samples, and finds a sample by division."""
+
+    def __init__(self, files, samples, per_file, asked):
+        self._files, self._samples, self._per_file = files, samples, per_file
+        self._asked = asked
+
+    def __len__(self):
+        return self._samples
+
+    def __iter__(self):
+        return iter(np.random.RandomState(1).permutation(self._samples))
+
+    def __getitem__(self, sample):
+        self._asked.append(sample)
+        return self._files[sample // self._per_file], sample % self._per_file
+
+
+@pytest.mark.parametrize("per_file", [1, 3])
+@pytest.mark.parametrize("listed", ["/d", "d"])
+def test_a_virtual_index_is_not_asked_for_every_sample_where_it_only_divides(per_file, listed):
+    asked = []
+    paths = [f"/d/{number:03}" for number in range(40)]
+    given_ = arguments(
+        files_pre_sharded=True,
+        data_loader_sampler="index",
+        num_samples_per_file=per_file,
+        file_list_train=[path.replace("/d", listed) for path in paths],
+        train_global_index_map=VirtualIndex(paths, 40 * per_file - 2, per_file, asked),
+    )
+    found = taken(given_)
+    assert found == [paths[sample // per_file] for sample in range(40 * per_file - 2)]
+    assert len(asked) <= 3 or listed == "d"
