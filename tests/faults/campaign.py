@@ -4,10 +4,11 @@
 
     python -m tests.faults.campaign --kills 1000 --seed 1
 
-Each *life* is one data set with random options. Its trainer reads some epochs and holds batches
-for a random time, while the reader is struck: SIGKILL, SIGSTOP, or a word on its socket that it
-cannot understand (an exception inside). The stream is compared, sample by sample and byte by
-byte, with the one that the plan's arithmetic gives without any reader.
+Each *life* is one data set with random options. Its trainer reads some epochs, leaves some of them
+early, changes the concurrency and holds batches for a random time, while the reader is struck:
+SIGKILL, SIGSTOP, or a word on its socket that it cannot understand (an exception inside). Between
+epochs some files change, and their sizes with them. The stream is compared, sample by sample and
+byte by byte, with the one that the plan's arithmetic gives without any reader.
 """
 
 from __future__ import annotations
@@ -41,16 +42,24 @@ HANGS_AFTER = 60
 """A ``next()`` that takes longer hangs [s]; a restart takes one or two."""
 
 
-def content(number):
+def content(number, version=0):
     """A file's bytes: unlike any other's, from none to some parts long."""
-    length = (number * 7919) % 30_000 if number % 11 else 0
-    return np.random.default_rng(number).bytes(length)
+    length = ((number + 13 * version) * 7919) % 30_000 if (number + version) % 11 else 0
+    return np.random.default_rng([number, version]).bytes(length)
 
 
 def make_files(directory):
     for number in range(FILES):
-        with open(os.path.join(directory, f"{number:03}.bin"), "wb") as file:
-            file.write(content(number))
+        write_file(directory, number, 0)
+
+
+def write_file(directory, number, version, replace=False):
+    """Write a version of a file, in place or as a new file of that name."""
+    path = os.path.join(directory, f"{number:03}.bin")
+    with open(path + ".new" if replace else path, "wb") as file:
+        file.write(content(number, version))
+    if replace:
+        os.rename(path + ".new", path)
 
 
 @dataclasses.dataclass
@@ -60,6 +69,8 @@ class Tally:
     kills: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     lives: int = 0
     epochs: int = 0
+    left: int = 0
+    changes: int = 0
     samples: int = 0
     restarts: int = 0
     held: int = 0
@@ -79,7 +90,8 @@ class Tally:
         blows = ", ".join(f"{name} {count}" for name, count in sorted(self.kills.items()))
         lines = [
             f"{self.kills.total()} kills ({blows}), {self.restarts} restarts, {self.lives} data "
-            f"sets, {self.epochs} epochs, {self.samples} samples, {self.held} batches held",
+            f"sets, {self.epochs} epochs ({self.left} left early), {self.samples} samples, "
+            f"{self.held} batches held, {self.changes} files changed",
             f"lost, repeated, hung: {self.lost}, {self.repeated}, {self.hung}",
             f"out of order, overwritten, failed: {self.disordered}, {self.overwritten}, "
             f"{len(self.failed)}",
@@ -173,8 +185,9 @@ class Assassin:
 class Life:
     """One data set with random options, from its opening to its end."""
 
-    def __init__(self, directory, random, tally, kills, watch):
+    def __init__(self, directory, random, tally, kills, watch, versions):
         self.random, self.tally, self.watch = random, tally, watch
+        self.directory, self.versions = directory, versions
         choose = random.choice
         world = choose([1, 1, 2, 3])
         self.options = {
@@ -194,11 +207,13 @@ class Life:
             "max_restarts": 8,
         }
         self.shard = Shard(random.randrange(world), world)
+        source = choose([directory, rayloader.Catalog.from_source(directory, stat=True)])
         self.dataset = rayloader.RankDataset(
-            directory, rank=self.shard.rank, world_size=world, **self.options
+            source, rank=self.shard.rank, world_size=world, **self.options
         )
         self.assassin = Assassin(self.dataset, random, tally, kills)
         self.held = []
+        self.unfinished = None
 
     def live(self, epochs):
         with self.dataset:
@@ -206,6 +221,8 @@ class Life:
                 if self.assassin.left <= 0:
                     break
                 self.epoch(self.random.randrange(100))
+                if self.random.random() < 0.3:
+                    self.change_files()
             self.assassin.rest()
         while self.held:
             self.let_go()
@@ -225,26 +242,38 @@ class Life:
         strikes = {random.randrange(-1, len(expected) + 1) for _ in range(random.randrange(1, 5))}
         if -1 in strikes:  # between two epochs
             self.assassin.strike(0)
+        leave = random.randrange(len(expected)) if random.random() < 0.2 else None
         self.dataset.set_epoch(number)
         batches, got = iter(self.dataset), []
-        while True:
+        while len(got) != leave:
             if len(got) in strikes:
                 strikes.discard(len(got))
                 self.assassin.strike(random.choice([0, 0, 0.001, 0.01, 0.1, 1.0]))
+            if random.random() < 0.05:
+                self.dataset.concurrency = random.choice([1, 4, 64])
             with self.watch.over(HANGS_AFTER):
                 batch = next(batches, None)
             if batch is None:
                 break
             got.append(self.look_at(batch))
         tally.restarts += self.dataset.receipt.restarts
+        if leave is not None:
+            tally.left += 1
+            if not self.options["ordered"]:  # which batches come first is the storage's choice
+                got, expected = sorted(got), sorted(expected)
+                expected = [batch for batch in expected if batch in got]
+            expected = expected[: len(got)]
         self.judge(expected, got)
+        if random.random() < 0.5:
+            self.unfinished = batches  # else it is dropped at once
 
     def look_at(self, batch):
         """Check its bytes; keep it or let it go. The numbers of its files."""
         numbers = [int(key[:3]) for key in batch.keys]
-        self.compare(batch, numbers)
+        contents = [content(number, self.versions[number]) for number in numbers]
+        self.compare(batch, contents)
         if self.random.random() < 0.3:
-            self.held.append((batch, numbers))
+            self.held.append((batch, contents))
             self.tally.held += 1
         while sum(batch.nbytes for batch, _ in self.held) > self.options["memory_bytes"] // 4 or (
             self.held and self.random.random() < 0.2
@@ -255,11 +284,18 @@ class Life:
     def let_go(self):
         self.compare(*self.held.pop(self.random.randrange(len(self.held))))
 
-    def compare(self, batch, numbers):
+    def compare(self, batch, contents):
         self.tally.overwritten += sum(
-            sample.numpy().tobytes() != content(number)
-            for sample, number in zip(batch, numbers, strict=True)
+            sample.numpy().tobytes() != expected
+            for sample, expected in zip(batch, contents, strict=True)
         )
+
+    def change_files(self):
+        for number in self.random.sample(range(FILES), self.random.choice([1, 5, FILES])):
+            self.versions[number] += 1
+            self.tally.changes += 1
+            replace = self.random.random() < 0.5
+            write_file(self.directory, number, self.versions[number], replace)
 
     def judge(self, expected, got):
         tally = self.tally
@@ -276,16 +312,17 @@ class Life:
 
 def run(kills, seed, directory, *, every=None):
     """Kill the reader so many times; the tally. ``every`` [s]: report progress."""
-    tally, reported = Tally(), time.monotonic()
+    tally, reported, versions = Tally(), time.monotonic(), [0] * FILES
     with Watch() as watch:
         while tally.kills.total() < kills:
             chance = random.Random(f"{seed}/{tally.lives}")
-            life = Life(directory, chance, tally, kills, watch)
+            life = Life(directory, chance, tally, kills, watch, versions)
             _survive(life, f"life {tally.lives} of seed {seed}", tally)
             tally.lives += 1
             if every is not None and time.monotonic() - reported > every:
                 print(tally, flush=True)
                 reported = time.monotonic()
+    make_files(directory)
     return tally
 
 

@@ -135,6 +135,49 @@ def test_concurrency_of_a_dead_reader_is_that_of_the_next(directory):
         assert dataset.receipt.restarts == 1
 
 
+def waiting_for_a_stopped_reader(dataset):
+    """An iteration whose next batch does not come until the reader is found out."""
+    batches = iter(dataset)
+    next(batches)
+    blow(dataset, signal.SIGSTOP)
+    return batches
+
+
+def test_ctrl_c_ends_the_wait_for_a_stopped_reader_at_once(directory):
+    with opened(directory, read_ahead_batches=1, batch_size=8) as dataset:
+        batches = waiting_for_a_stopped_reader(dataset)
+        main = threading.main_thread().ident
+        interrupt = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+        began = time.monotonic()
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            list(batches)
+        assert time.monotonic() - began < 0.9, "before the reader is looked at"
+        dataset.set_epoch(0)
+        assert sorted(numbers(dataset)) == list(range(campaign.FILES))
+
+
+def test_closing_ends_the_wait_of_another_thread(directory):
+    outcome = []
+
+    def wait(batches):
+        try:
+            outcome.extend(batches)
+        except BaseException as error:
+            outcome.append(error)
+
+    with opened(directory, read_ahead_batches=1, batch_size=8) as dataset:
+        batches = waiting_for_a_stopped_reader(dataset)
+        thread = threading.Thread(target=wait, args=(batches,))
+        thread.start()
+        time.sleep(0.2)
+        dataset.close()
+        thread.join(2)
+        assert not thread.is_alive()
+    assert isinstance(outcome[-1], rayloader.UsageError)
+    assert len(outcome) <= 2, "at most the batch that was there already"
+
+
 def test_dropping_more_than_a_stopped_reader_can_be_told_does_not_hang(directory):
     """A socket takes some hundred releases; nobody may wait for the rest to be taken."""
     path = os.path.join(directory, "001.bin")
