@@ -5,6 +5,7 @@
 #   make test     every test
 #   make check    style, types
 #   make bench    the figures of the README; takes about 12 minutes of a quiet machine
+#   make bench-objects   the same for object storage; 15 minutes
 #   make docs     write what the README and docs/ take from the code: options, help
 #   make clean    remove what was built here; .venv, .venv-dlio and data/ stay
 
@@ -18,7 +19,7 @@ NATIVE := setup.py $(wildcard rayloader/storage/*.c rayloader/storage/*.h)
 DEMO_FILES ?= 1000
 DEMO_SIZE ?= 322624
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test check bench bench-objects docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/rayloader generate data/demo --files $(DEMO_FILES) --size $(DEMO_SIZE)
@@ -35,6 +36,9 @@ check: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.posix
+
+bench-objects: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.objects
 
 docs: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs.test_generated

@@ -51,7 +51,7 @@ def main() -> None:
     console = Console()
     data = Path(words.data).resolve()
     data.mkdir(parents=True, exist_ok=True)
-    began, load = time.monotonic(), os.getloadavg()[0]
+    began = time.monotonic()
     objects = files.prepare(data, *OBJECTS, fresh=words.fresh)
     os.environ.update(credentials(""))
     with contextlib.ExitStack() as stack:
@@ -71,11 +71,11 @@ def main() -> None:
             seed=words.seed,
             quick=words.quick,
         )
-        outcomes = _measured(setting, words.only or MEASURES, console)
+        outcomes, load = _measured(setting, words.only or MEASURES, console)
     report.show_targets(console, [row for out in outcomes.values() for row in out.rows])
     record = {
         "environment": environment.describe(data, "objects"),
-        "load_before": round(load, 2),
+        "load": load,
         "rounds": setting.rounds,
         "turn_seconds": setting.seconds,
         "seed": setting.seed,
@@ -118,10 +118,17 @@ def _fill(server: SeaweedFS, objects: FileSet) -> None:
         list(pool.map(put, objects.paths()))
 
 
-def _measured(setting: ObjectSetting, names: Iterable[str], console: Console) -> dict[str, Outcome]:
-    """Run the measures, one after the other; one that fails is said and left out."""
-    outcomes = {}
+def _measured(
+    setting: ObjectSetting, names: Iterable[str], console: Console
+) -> tuple[dict[str, Outcome], list[float]]:
+    """Run the measures, one after the other; one that fails is said and left out.
+
+    Also the machine's load average before each and at the end, which includes the run itself.
+    """
+    outcomes: dict[str, Outcome] = {}
+    load = []
     for name in names:
+        load.append(round(os.getloadavg()[0], 1))
         try:
             with console.status(f"measuring {name}"):
                 outcomes[name] = MEASURES[name](setting)
@@ -129,7 +136,8 @@ def _measured(setting: ObjectSetting, names: Iterable[str], console: Console) ->
             console.print(f"{name} failed: {failure}", style="red", markup=False)
         else:
             report.show(console, outcomes[name])
-    return outcomes
+    load.append(round(os.getloadavg()[0], 1))
+    return outcomes, load
 
 
 if __name__ == "__main__":

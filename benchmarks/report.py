@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -52,6 +53,41 @@ def show_targets(console: Console, rows: Sequence[Row]) -> None:
             "[green]yes[/]" if row.met else "[red]no[/]",
         )
     console.print(table)
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """What a run gave against its targets, as Markdown: where and when, and a table."""
+    facts, load = record["environment"], record["load"]
+    known = [f"{name} {facts[name]}" for name in ("ray", "torch", "s3dlio") if name in facts]
+    lines = [
+        f"From one run of `{facts['command']}` on {facts['date']} ({facts['cpu']}, "
+        f"{facts['memory']}, Linux {facts['kernel']}; Python {facts['python']}, "
+        f"{', '.join(known)}; "
+        f"{record['rounds']} rounds, {record['seconds']} s; the machine's load average while it "
+        f"ran, itself included: {min(load):.0f} to {max(load):.0f}). Not every target is met; the "
+        "table says which.",
+        "",
+        "| measure | against | median | min to max | target | met |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = [row for measure in record["measures"].values() for row in measure["rows"]]
+    return "\n".join([*lines, *map(_markdown_row, rows)])
+
+
+def _markdown_row(row: dict[str, Any]) -> str:
+    unit = row["unit"].replace("x", "\N{MULTIPLICATION SIGN}")
+    median, least, most, target = (
+        f"{text} {unit}"
+        for text in (
+            figure(row["median"]),
+            figure(min(row["values"])),
+            figure(max(row["values"])),
+            f"{row['target']:g}",
+        )
+    )
+    bound, met = "≥" if row["at_least"] else "≤", "yes" if row["met"] else "no"
+    cells = (row["measure"], row["against"], median, f"{least} to {most}", f"{bound} {target}", met)
+    return f"| {' | '.join(cells)} |"
 
 
 def figure(value: float) -> str:

@@ -59,6 +59,9 @@ class SlowMount:
         """Names that the kernel may keep in its page cache."""
         self.most = 1 << 20
         """Bytes per answer: a read of more is cut short."""
+        self.peak = 0
+        """The most reads in flight at once; settable."""
+        self._reading: set[int] = set()
         self._names = [b""]
         self._nodes = {b"": 1}
         self._held: list[tuple[bytes, int, bytes]] = []
@@ -173,6 +176,8 @@ class SlowMount:
 
     def _read(self, unique: int, name: bytes, body: bytes) -> None:
         _, offset, size = struct.unpack_from("<QQI", body)
+        self._reading.add(unique)
+        self.peak = max(self.peak, len(self._reading))
         wrong = self.errors.get(name)
         if wrong:
             self._later(self.latency, unique, b"", wrong.pop(0))
@@ -202,4 +207,5 @@ class SlowMount:
                 self._send(unique, data, error)
 
     def _send(self, unique: int, data: bytes, error: int = 0) -> None:
+        self._reading.discard(unique)  # first: the reader may send its next before we are back
         os.write(self._fd, struct.pack("<IiQ", 16 + len(data), -error, unique) + data)

@@ -9,7 +9,7 @@ import slow_mount
 
 from rayloader.storage import StorageSpec, open_storage
 from rayloader.storage.memory import Fault, MemorySpec
-from rayloader.testing import BulkReaderContract, SlowBulkReaderContract
+from rayloader.testing import BulkReaderContract, Reading, SlowBulkReaderContract, packed
 
 
 class DirectorySite:
@@ -171,3 +171,24 @@ class TestPythonOnSlowMount(OnMount, SlowBulkReaderContract):
 
 class TestSlowMemory(InMemory, SlowBulkReaderContract):
     pass
+
+
+@pytest.mark.parametrize("engine", ["native", "python"])
+@pytest.mark.parametrize("concurrency", [64, 5])
+@pytest.mark.skipif(not slow_mount.available(), reason="needs root and /dev/fuse")
+def test_the_file_system_sees_as_many_reads_in_flight_as_are_allowed(tmp_path, engine, concurrency):
+    site = MountSite(tmp_path, engine)
+    storage = site.open(concurrency=concurrency)
+    try:
+        keys = [b"f%d" % i for i in range(200)]
+        for key in keys:
+            site.put(key, bytes(100))
+        reading = Reading(storage)
+        group, progress = reading.measured(site.root, keys)
+        site.latency, site.mount.peak = 0.2 if concurrency == 64 else 0.02, 0
+        storage.fetch(group, packed(progress.sizes))
+        assert not reading.wait(group).failures
+        assert site.mount.peak == storage.counters().peak_in_flight == concurrency
+    finally:
+        storage.close()
+        site.mount.close()
