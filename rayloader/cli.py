@@ -334,9 +334,10 @@ def read_command(source: tuple[str, ...], json: str | None, **given: Any) -> Non
 def _job(source: str | list[str], given: dict[str, Any]) -> ReadJob:
     """The job that the command line describes."""
     from rayloader.experiment.read import ReadJob
+    from rayloader.storage.uri import wants_direct
 
     fallback = given.pop("direct_fallback")
-    given["direct"] = "fallback" if fallback else given["direct"]
+    given["direct"] = "fallback" if fallback else given["direct"] or wants_direct(source)
     given["compare"] = given["compare"] is not None
     own = {field.name for field in dataclasses.fields(ReadJob)}
     options = Options.of({name: value for name, value in given.items() if name not in own})

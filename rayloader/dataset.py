@@ -25,6 +25,7 @@ from rayloader.loader import Loader
 from rayloader.node import parent_run_id
 from rayloader.receipt import Receipt
 from rayloader.storage.access import Access
+from rayloader.storage.uri import wants_direct
 
 
 class Batch:
@@ -239,6 +240,8 @@ class RankDataset(IterableDataset[Batch]):
             launch = _launched(rank, world_size)
         elif rank is not None or world_size is not None:
             raise OptionError("launch says rank and world_size: give either, not both")
+        if wants_direct(source) and not chosen.direct:
+            chosen = chosen.replace(direct=True)
         access = Access.found(os.environ, chosen)
         self._loader = Loader(source, chosen, launch, access, _torchs_board)
 

@@ -36,7 +36,7 @@ from rayloader.reader import Ended, Warned
 from rayloader.receipt import Receipt
 from rayloader.remote import RemoteReader
 from rayloader.storage.access import Access
-from rayloader.storage.uri import is_object
+from rayloader.storage.uri import is_object, wants_direct
 
 log = logging.getLogger("rayloader")
 
@@ -198,6 +198,8 @@ class Loader:
 
     def _listed(self, files: Sequence[Any] | Catalog) -> Catalog:
         """An epoch's own list, with the sizes that the source's listing has of its objects."""
+        if wants_direct(files) and not self.options.direct:
+            raise OptionError("direct:// asks for O_DIRECT: make the data set with direct=True")
         listed = files if isinstance(files, Catalog) else Catalog.of_files(files)
         self._require_checksums(listed)
         if not is_object(listed.root) or self.catalog is None:

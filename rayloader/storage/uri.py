@@ -105,6 +105,14 @@ def local_path(name: bytes) -> bytes:
     return path
 
 
+def wants_direct(source: object) -> bool:
+    """Whether a source, or the first name of a list, is ``direct://``: it asks for O_DIRECT."""
+    if isinstance(source, list | tuple) and source:
+        source = source[0]
+    name = source.encode(errors="surrogateescape") if isinstance(source, str) else source
+    return isinstance(name, bytes) and scheme_of(name) == b"direct"
+
+
 def require_served(name: bytes) -> None:
     """Refuse a URI whose scheme nothing here serves, and say what to do instead.
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayloader import RankDataset
 from rayloader.catalog import Catalog
-from rayloader.errors import CatalogError
+from rayloader.errors import CatalogError, OptionError
 from rayloader.storage.uri import (
     Location,
     is_object,
@@ -149,3 +150,12 @@ def test_a_catalog_of_objects_is_saved_and_read_with_its_root(tmp_path):
     assert (again.root, again.digest, again.sizes.tolist()) == (known.root, known.digest, [1, 2])
     copied = Catalog.loads(known.dumps(), "it", b"/")
     assert (copied.root, copied.digest, copied.sizes.tolist()) == (known.root, known.digest, [1, 2])
+
+
+def test_direct_uris_ask_for_o_direct():
+    assert RankDataset("direct:///data").options.direct is True
+    assert RankDataset("direct:///data", direct="fallback").options.direct == "fallback"
+    assert RankDataset("file:///data").options.direct is False
+    with pytest.raises(OptionError, match="direct:// asks for O_DIRECT"):
+        RankDataset().set_epoch(0, files=["direct:///data/a"])
+    RankDataset(direct=True).set_epoch(0, files=["direct:///data/a"])
