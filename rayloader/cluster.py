@@ -80,6 +80,8 @@ class _State:
 
 
 _state = _State()
+_abandoned: list[threading.Thread] = []
+"""Threads that hang in a call of Ray's, or did."""
 
 
 def connect(
@@ -205,13 +207,14 @@ def promptly(ask: Callable[[], _T]) -> _T:
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=run, name="rayloader-ask", daemon=True).start()
+    thread = threading.Thread(target=run, name="rayloader-ask", daemon=True)
+    thread.start()
     try:
         while not concurrent.futures.wait([answer], PATIENCE_SECONDS).done:
             probe(address)
     finally:
         if not answer.done():
-            _exit_without_destructors()
+            _abandon(thread)
     return answer.result()
 
 
@@ -531,7 +534,7 @@ def _within(
             abandoned = not result and not failure
             if abandoned:
                 _state.stuck = f"{late} (an earlier attempt to join it still hangs in this process)"
-                _exit_without_destructors()
+                _abandon(thread)
     if abandoned:
         if guard is not None:
             guard.check()
@@ -758,15 +761,6 @@ def _forget_rays_exit() -> None:
     atexit.unregister(sys.modules["ray"].shutdown)
 
 
-def _exit_without_destructors() -> None:
-    """Have this process end before Ray's C++ objects are destroyed, which a thread still uses.
-
-    ``_exit`` is called by ``exit``, with its status, when Python has finished.
-    """
-    libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)
-
-
 def _forget_guardian() -> None:
     held, _state.guardian = _state.guardian, None
     if held is not None:
@@ -775,8 +769,23 @@ def _forget_guardian() -> None:
 
 def _at_exit() -> None:
     """Leave at exit, before Ray's own shutdown, which nothing bounds: the last comes first."""
-    atexit.unregister(shutdown)
-    atexit.register(shutdown)
+    atexit.unregister(_finish)
+    atexit.register(_finish)
+
+
+def _abandon(thread: threading.Thread) -> None:
+    """Nobody waits any more for this thread, which hangs in Ray."""
+    _abandoned.append(thread)
+    _at_exit()
+
+
+def _finish() -> None:
+    shutdown()
+    if any(thread.is_alive() for thread in _abandoned):
+        # Ray's C++ objects must not be destroyed under it, which would be a crash. ``exit`` calls
+        # ``_exit`` with its status before it destroys them, when Python has finished.
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc._exit, None)
 
 
 def _in_child() -> None:

@@ -189,7 +189,11 @@ def test_a_node_that_is_cut_off_ends_its_epoch_and_then_says_so(census, director
     """Trainer and readers on one side, the GCS on the other."""
     address, host, pull = cluster_of_two
     # What Ray would end the trainer after, without a word: rayloader has it wait for ever.
-    impatient = {"RAY_gcs_rpc_server_reconnect_timeout_s": "2"}
+    impatient = {
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "2",
+        "RAY_grpc_client_keepalive_time_ms": "1000",
+        "RAY_grpc_client_keepalive_timeout_ms": "1000",
+    }
     trainer = census.start(CUT_OFF, directory, address, prefix=host.prefix, **SECRET, **impatient)
     assert trainer.line(50) == "local ray"
     pull()
