@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rayloader.cluster import shutdown
     from rayloader.config import Options
     from rayloader.dataset import Batch, RankDataset
+    from rayloader.experiment.plot import plot
     from rayloader.fleet.fleet import Fleet
     from rayloader.launch import Launch
 
@@ -28,6 +29,7 @@ _HOME = {
     "Launch": "rayloader.launch",
     "Options": "rayloader.config",
     "RankDataset": "rayloader.dataset",
+    "plot": "rayloader.experiment.plot",
     "shutdown": "rayloader.cluster",
 }
 
@@ -38,6 +40,7 @@ __all__ = [
     "Launch",
     "Options",
     "RankDataset",
+    "plot",
     "shutdown",
     *_errors,
 ]

@@ -42,6 +42,8 @@ _NOTES = 10
 """Lines of notes shown with an error [lines]."""
 WIDTH = 100
 """Columns of help, and of a table that goes to a file or a pipe [characters]."""
+SWEEP_WIDTH = 140
+"""The same of a sweep's table [characters]."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b|)", re.IGNORECASE)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -361,6 +363,119 @@ def _show(result: ReadResult, json_file: str | None) -> None:
     else:
         with open(json_file, "w") as file:
             file.write(text)
+
+
+class Numbers(click.ParamType):  # type: ignore[type-arg]
+    """Whole numbers with commas between them."""
+
+    name = "numbers"
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> tuple[int, ...]:
+        """The numbers, as a tuple."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not like 1,2,4", parameter, context)
+
+
+@_command("sweep")
+@click.argument("source", metavar="SRC...", nargs=-1, required=True)
+@option("--out", metavar="DIR", required=True, help="For the records, the table and the report.")
+@option("--ranks", type=Numbers(), metavar="N,…", default="1,2", help="Numbers of ranks.")
+@option(
+    "--concurrency",
+    type=Numbers(),
+    metavar="N,…",
+    default="1,8,64",
+    help="Ceilings on reads in flight per rank.",
+)
+@option("--epochs", type=int, default=2, help="Measured in each trial, after one of warm-up.")
+@option("--repeats", type=int, default=3, help="Trials of each point.")
+@option(
+    "--cache",
+    type=click.Choice(["any", "hot", "cold"]),
+    default="any",
+    help="What the page cache must hold before each epoch: anything, all files, or none.",
+)
+@option("--order-seed", type=int, default=0, help="Of the order of the trials.")
+@option(
+    "--compute-seconds",
+    heading=TRAINING,
+    type=float,
+    default=0.0,
+    help="Sleep so long after each batch, as a training step would take [s].",
+)
+@option("--touch", heading=TRAINING, is_flag=True, help="Look at every byte that is delivered.")
+@of_reader("batch_size", ORDER, "Samples per batch and rank.")
+@of_reader("memory_bytes", BOUNDS, "Bound on batches in memory per rank.")
+@of_reader("part_bytes", BOUNDS, "A larger file is read as parallel ranges of this length.")
+@of_reader("deliver", WAY, "Bring the bytes to the consumers, or drop them in the readers.")
+@option("--direct", heading=WAY, is_flag=True, help="O_DIRECT; an error where it is refused.")
+@of_reader("engine", WAY, "What reads files: the C extension, or the same in Python.")
+@of_reader("ray", WAY, "Which Ray: auto, private, cluster, or HOST:PORT.")
+@of_reader("endpoint_url", OBJECTS, ENDPOINT, type=str, metavar="URL")
+@of_reader("region", OBJECTS, REGION, type=str, metavar="NAME")
+@of_reader("ca_bundle", OBJECTS, BUNDLE, type=str, metavar="FILE")
+def sweep_command(
+    source: tuple[str, ...],
+    out: str,
+    ranks: tuple[int, ...],
+    concurrency: tuple[int, ...],
+    order_seed: int,
+    compute_seconds: float,
+    touch: bool,
+    **given: Any,
+) -> None:
+    """Measure how reading SRC scales with ranks and concurrency.
+
+    Every number of ranks is tried with every concurrency, in random order. DIR gets every receipt
+    (records.jsonl), results.parquet, a picture, and report.html, which needs no network. The same
+    command goes on with a sweep that was interrupted. Ranks are spread over the nodes of the Ray.
+    """
+    from rayloader.experiment import page
+    from rayloader.fleet.fleet import Fleet
+
+    how = {name: given.pop(name) for name in ("epochs", "repeats", "cache")}
+    options = Options.of(given)
+    one_or_many = _one_or_many(source)
+    _access(one_or_many, options)
+    with Fleet(
+        one_or_many, min(ranks), compute_seconds=compute_seconds, touch=touch, options=options
+    ) as fleet:
+        table = fleet.sweep(ranks, concurrency, seed=order_seed, out=out, **how)
+    _show_sweep(table, page.write(table, out))
+
+
+@_command("report")
+@click.argument("directory", metavar="DIR")
+@option("--baseline", metavar="DIR", help="Records of another sweep, to compare with.")
+def report_command(directory: str, baseline: str | None) -> None:
+    """Draw the report of a sweep again, from the records in DIR, or compare two sweeps."""
+    from rayloader.experiment import page, sweep
+
+    table = sweep.table_of(sweep.load(directory))
+    other = sweep.table_of(sweep.load(baseline)) if baseline is not None else None
+    sweep.save_table(table, directory)
+    _show_sweep(table, page.write(table, directory, other), other)
+
+
+def _show_sweep(table: Any, written: list[str], baseline: Any = None) -> None:
+    """Print a sweep's points and where its files are."""
+    from rayloader.experiment import page, plot
+
+    console = _console(stderr=False)
+    if not console.is_terminal:
+        console.width = SWEEP_WIDTH
+    found = page.measured(table)
+    shown = page.grid(found, page.measured(baseline) if baseline is not None else [])
+    console.print(plot.headline(found), style="bold", soft_wrap=True)
+    console.print(shown.table())
+    for line in (*shown.notes, *map(printable, written)):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _require_writable(path: str) -> None:

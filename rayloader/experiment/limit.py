@@ -155,7 +155,7 @@ def _on_the_client(seen: Evidence) -> Iterator[Limit]:
 
 
 def _storage(seen: Evidence) -> Limit:
-    full = f"{seen.in_flight:.0f} of {seen.concurrency} reads were in flight on average"
+    full = f"{seen.in_flight:.1f} of {seen.concurrency} reads were in flight on average"
     now, alone = seen.latency * 1e3, seen.latency_alone
     if alone is None:
         return Limit("storage", f"{full}, each taking {now:.2f} ms", "It is waited for")

@@ -9,12 +9,20 @@ from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from rayloader.experiment.ranks import Loader, Moved
 from rayloader.experiment.read import EpochResult, ReadJob
 from rayloader.experiment.report import GB, epoch_line, title
+from rayloader.experiment.sweep import Trial
 
 _DRAWN_EVERY = 0.4
 """Time between two pictures in a notebook [s]."""
@@ -193,10 +201,54 @@ class FleetWatch:
         self._console.print(Text(text, style="yellow"), soft_wrap=not self._console.is_terminal)
 
 
+class SweepWatch:
+    """Shows how a sweep goes on: a bar of the trials, and a line for each. A context."""
+
+    def __init__(self, console: Console, shown: bool | None = None) -> None:
+        """Write to ``console``; ``shown``: progress too; ``None``: where somebody looks on."""
+        self._console = console
+        self._lines = shown is not False
+        self._moving = shown is not False and console.is_terminal and not _notebook()
+        self._progress = Progress(
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("trials", total=None)
+
+    def __enter__(self) -> SweepWatch:
+        if self._moving:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._moving:
+            self._progress.stop()
+
+    def trials(self, done: int, total: int) -> None:
+        """So many trials are recorded."""
+        text = f"{done} of {total} trials"
+        self._progress.update(self._task, completed=done, total=total, description=text)
+
+    def trial_done(self, trial: Trial, bytes_per_second: float, limit: str) -> None:
+        """A trial has been measured."""
+        if self._lines:
+            self._console.print(
+                f"{trial.ranks} ranks x {trial.concurrency} in flight: "
+                f"{bytes_per_second / GB:.3f} GB/s, limit: {limit}"
+            )
+
+
+def _notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None and hasattr(shell, "kernel")
+
+
 def _notebook_page() -> Callable[[str], None] | None:
     """What shows HTML in the notebook that this runs in, in place of what it showed before."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if shell is None or not hasattr(shell, "kernel"):
+    if not _notebook():
         return None
     from IPython.display import HTML, display
 

@@ -22,6 +22,7 @@ from rayloader.catalog import Catalog
 from rayloader.config import Options
 from rayloader.errors import RayloaderError, chained
 from rayloader.experiment.consumer import look_at
+from rayloader.experiment.pagecache import cached_share
 from rayloader.experiment.ranks import Moved
 from rayloader.fleet.work import Hello, Part, Piece, Progress, left_over
 from rayloader.launch import Launch
@@ -35,6 +36,8 @@ CALLS_AT_ONCE = 8
 """Method calls served side by side; the driver has at most four under way."""
 NOTED_EVERY = 0.2
 """Time between two notes of how far the rank is, from which it can be gone on with [s]."""
+_DROPPED_AT_ONCE = 4096
+"""Names looked up at once while files are dropped from the page cache [files]."""
 _LINES = 100
 """Warnings kept until the driver asks for them [lines]."""
 
@@ -139,6 +142,23 @@ class Consumer:
                 return dataset.receipt.latency_p50
             finally:
                 dataset.concurrency = concurrency
+
+    def page_cache(self, drop: bool) -> float | None:
+        """Share of the files in this node's page cache [0..1]; ``None``: unknown, or objects.
+
+        Args:
+            drop: first have the kernel write what is new, and forget all files.
+        """
+        catalog = self._catalog
+        if is_object(catalog.root):
+            return None
+        if drop:
+            os.sync()
+            for low in range(0, len(catalog), _DROPPED_AT_ONCE):
+                entries = np.arange(low, min(low + _DROPPED_AT_ONCE, len(catalog)))
+                for key in catalog.keys_at(entries):
+                    _drop(os.path.join(catalog.root, key))
+        return cached_share(catalog)
 
     def close(self) -> None:
         """End the reader."""

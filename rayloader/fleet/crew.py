@@ -30,6 +30,8 @@ ALONE_READS = 8
 """Reads that show how long one takes alone, of files spread over the catalog [reads]."""
 ALONE_SECONDS = 30.0
 """They may take so long [s]."""
+CACHE_SECONDS = 600.0
+"""Dropping all files from a node's page cache may take so long [s]."""
 
 
 @dataclasses.dataclass
@@ -143,6 +145,26 @@ class Crew:
                 with contextlib.suppress(ray.exceptions.RayError):
                     self._alone = ray.get(asked, timeout=ALONE_SECONDS)
             return self._alone
+
+    def page_cache(self, drop: bool) -> list[float | None]:
+        """Share of the files that each node's page cache holds [0..1]; ``None``: unknown.
+
+        Args:
+            drop: first have each node forget them, as far as they are written.
+
+        Raises:
+            RayloaderError: a consumer does not answer.
+        """
+        import ray
+
+        with self._lock:
+            one_of_each = {member.node_id: member for member in reversed(self._members)}
+            asked = [member.actor.page_cache.remote(drop) for member in one_of_each.values()]
+            try:
+                shares: list[float | None] = ray.get(asked, timeout=CACHE_SECONDS)
+            except ray.exceptions.RayError as failure:
+                raise error_of(failure, f"within {CACHE_SECONDS:g} s") from chained(failure)
+            return shares
 
     def close(self) -> None:
         """End every consumer. Idempotent."""

@@ -6,18 +6,30 @@ import dataclasses
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
+import pyarrow as pa
 from rich.console import Console
 
 from rayloader.catalog import Catalog, Source
 from rayloader.config import Options
 from rayloader.errors import EmptyCatalog, OptionError, UsageError
 from rayloader.experiment.grid import Grid
-from rayloader.experiment.live import FleetWatch
+from rayloader.experiment.live import FleetWatch, SweepWatch
+from rayloader.experiment.sweep import (
+    Cache,
+    Records,
+    SweepPlan,
+    save_table,
+    session,
+    subject,
+    table_of,
+)
 from rayloader.fleet.crew import Crew
 from rayloader.fleet.epoch import Epoch, Outcome, Running, require_ordered
 from rayloader.fleet.report import EpochReport
+from rayloader.fleet.sweep import Watch, run_trials
 from rayloader.storage.access import Access
 
 
@@ -231,6 +243,91 @@ class Fleet:
                     running.change_ranks(ranks)
                 self._crew.shrink(ranks)
             self._ranks = ranks
+
+    def page_cache(self, drop: bool = False) -> float | None:
+        """Share of some of the files that the page cache holds [0..1]; ``None``: unknown.
+
+        Of several nodes, the share of that which differs most from what was wanted: with ``drop``
+        the largest, otherwise the smallest.
+
+        Args:
+            drop: first have every node forget them.
+        """
+        with self._lock:
+            self.open()
+            assert self._crew is not None
+            shares = [share for share in self._crew.page_cache(drop) if share is not None]
+            return (max if drop else min)(shares) if shares else None
+
+    def sweep(
+        self,
+        ranks: Sequence[int],
+        concurrency: Sequence[int] | None = None,
+        *,
+        epochs: int = 2,
+        repeats: int = 3,
+        cache: Cache = "any",
+        seed: int = 0,
+        out: str | os.PathLike[str] | None = None,
+        watch: Watch | None = None,
+    ) -> pa.Table:
+        """Measure every number of ranks with every concurrency.
+
+        Trials come in random order. Each begins with a warm-up epoch, which does not count, and
+        all read the same orders. Afterwards ranks and concurrency are as before.
+
+        Args:
+            ranks: numbers of ranks.
+            concurrency: ceilings on reads in flight; not given: the one in force [reads].
+            epochs: measured in each trial.
+            repeats: trials of each point.
+            cache: ``hot`` or ``cold``: what the page cache must be like before each measured epoch;
+                it is made so, looked at, and recorded. ``any``: only recorded.
+            seed: of the order of trials.
+            out: a directory for the records, where an interrupted sweep goes on when it is called
+                again, and for ``results.parquet``; not given: in memory.
+            watch: who is told how it goes on; not given: a line on a terminal.
+
+        Returns:
+            A row per epoch; :func:`rayloader.plot` draws it.
+
+        Raises:
+            OptionError: a value out of range, or ``out`` has another sweep.
+            RayloaderError: a rank has failed. What is recorded stays.
+        """
+        plan = SweepPlan(
+            ranks=tuple(ranks),
+            concurrency=tuple(concurrency if concurrency is not None else [self.concurrency]),
+            epochs=epochs,
+            repeats=repeats,
+            cache=cache,
+            seed=seed,
+        )
+        directory = os.fspath(out) if out is not None else None
+        before = self.ranks, self.concurrency
+        if self._crew is None:
+            self._ranks = plan.trials[0].ranks  # no more are started than the first trial needs
+        self.open()
+        assert self._crew is not None
+        catalog = self._crew.catalog
+        _require_enough(catalog, max(plan.ranks))
+        about = subject(plan, catalog, self._options, self._compute_seconds, self._touch)
+        records = Records(directory, about)
+        records.add(session(catalog, self._options))
+        watching = SweepWatch(Console(stderr=True, highlight=False), self._progress)
+        shown, self._progress = self._progress, False
+        try:
+            with watching:
+                run_trials(self, plan, records, watch or watching)
+        finally:
+            self._progress = shown
+            if not self._closed and not (self._running and self._running.alive):
+                self.concurrency = before[1]
+                self.scale(before[0])
+        table = table_of(records.lines)
+        if directory is not None:
+            save_table(table, directory)
+        return table
 
     def grid(self) -> Grid:
         """The ranks, as a table."""

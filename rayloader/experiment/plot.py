@@ -1,0 +1,248 @@
+"""Pictures of a sweep: throughput and latency against ranks and concurrency.
+
+matplotlib is imported inside functions: it comes with ``pip install 'rayloader[plot]'``.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from rayloader.errors import UsageError
+from rayloader.experiment.sweep import Point, points, verdict
+
+GB, MB = 1e9, 1e6
+_STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.7,
+    "axes.edgecolor": "#888888",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "svg.fonttype": "path",
+    "figure.facecolor": "white",
+}
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+"""Told apart by the colour-blind too (Okabe and Ito)."""
+_MARKS = "osD^vPX"
+Draw: TypeAlias = Callable[[Any, Sequence[Point], Sequence[Point]], None]
+
+
+def plot(table: pa.Table, baseline: pa.Table | None = None) -> Any:
+    """Draw a sweep: throughput and latency against ranks and concurrency.
+
+    Points are medians of the measured epochs, whiskers the slowest and the fastest. The thin line
+    is linear scaling from the fewest ranks. The limit is named where scaling stops.
+
+    Args:
+        table: from :meth:`Fleet.sweep <rayloader.Fleet.sweep>`, or the same as ``results.parquet``.
+        baseline: another one, drawn dashed.
+
+    Returns:
+        A ``matplotlib.figure.Figure``; ``.savefig("sweep.png")``.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+        ReceiptError: the table has no measured epoch.
+    """
+    matplotlib = _matplotlib()
+    found, before = points(table), points(baseline) if baseline is not None else []
+    with matplotlib.rc_context(_STYLE):
+        figure = _figure(matplotlib, 11, 7.5)
+        for axes, draw in zip(figure.subplots(2, 2).flat, PANELS.values(), strict=True):
+            draw(axes, found, before)
+        figure.suptitle(headline(found), x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def headline(found: Sequence[Point]) -> str:
+    """Where scaling stops, and why, in a line."""
+    seen = verdict(found)
+    unit, divisor = unit_of(found)
+    rate = f"{seen.at.rate / divisor:.3g} {unit}"
+    if len({point.ranks for point in found}) == 1:
+        return f"{rate} at {seen.at.concurrency} in flight per rank; limit: {seen.at.limit}"
+    if seen.stops_at is None:
+        return (
+            f"Still scaling at {seen.at.ranks} ranks: {rate}, {seen.efficiency:.0%} of linear; "
+            f"limit: {seen.at.limit}"
+        )
+    count = f"{seen.stops_at} rank" + "s" * (seen.stops_at > 1)
+    return f"Scaling stops at {count}: {rate}; limit: {seen.at.limit}"
+
+
+def unit_of(found: Sequence[Point]) -> tuple[str, float]:
+    """What rates are shown in, and how many bytes per second that is."""
+    return ("GB/s", GB) if max(point.rate for point in found) >= 0.2 * GB else ("MB/s", MB)
+
+
+def svg(name: str, found: Sequence[Point], before: Sequence[Point] = ()) -> str:
+    """One of :data:`PANELS` as an SVG element, the same for the same points.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    matplotlib = _matplotlib()
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure = _figure(matplotlib, 5.4, 3.7)
+        PANELS[name](figure.subplots(), found, before)
+        page = io.StringIO()
+        figure.savefig(page, format="svg", metadata={"Date": None})
+    text = page.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise UsageError(
+            "matplotlib is not installed, which draws pictures: pip install 'rayloader[plot]'"
+        ) from None
+    return matplotlib
+
+
+def _figure(matplotlib: Any, width: float, height: float) -> Any:
+    """A figure that no global state knows, and that notebooks show."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure((width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+
+    def png() -> bytes:
+        page = io.BytesIO()
+        figure.savefig(page, format="png", dpi=110)
+        return page.getvalue()
+
+    figure._repr_png_ = png
+    return figure
+
+
+def _rate_by_ranks(axes: Any, found: Sequence[Point], before: Sequence[Point]) -> None:
+    unit, divisor = unit_of(found)
+    _rate_lines(axes, found, before, "ranks", "concurrency")
+    ranks = sorted({point.ranks for point in found})
+    if len(ranks) > 1:
+        first = max(point.rate for point in found if point.ranks == ranks[0])
+        line = [first / ranks[0] * many / divisor for many in ranks]
+        axes.plot(ranks, line, color="#777777", linewidth=0.8, zorder=1, label="linear")
+        top = max(point.high for point in found) / divisor
+        axes.set_ylim(0, min(max(line), 1.6 * top) * 1.08)
+        at = verdict(found).at
+        axes.annotate(
+            at.limit, (at.ranks, at.rate / divisor), (0, -24), textcoords="offset points",
+            ha="right" if at.ranks == ranks[-1] else "center", fontsize=9, fontweight="bold",
+            color="#444444", arrowprops={"arrowstyle": "-", "color": "#aaaaaa"},
+        )  # fmt: skip
+    _finish(axes, "Throughput against ranks", "ranks", unit, ranks, "in flight per rank")
+
+
+def _rate_by_concurrency(axes: Any, found: Sequence[Point], before: Sequence[Point]) -> None:
+    _rate_lines(axes, found, before, "concurrency", "ranks")
+    _by_concurrency(axes, "Throughput against concurrency", unit_of(found)[0], found)
+
+
+def _latency_by_ranks(axes: Any, found: Sequence[Point], before: Sequence[Point]) -> None:
+    _lines(axes, found, "ranks", "concurrency", _latencies)
+    axes.set_yscale("log")
+    ranks = sorted({point.ranks for point in found})
+    _finish(axes, "A read's latency, median to 99 %", "ranks", "ms", ranks, "in flight per rank")
+
+
+def _latency_by_concurrency(axes: Any, found: Sequence[Point], before: Sequence[Point]) -> None:
+    _lines(axes, found, "concurrency", "ranks", _latencies)
+    axes.set_yscale("log")
+    _by_concurrency(axes, "A read's latency, median to 99 %", "ms", found)
+
+
+PANELS: dict[str, Draw] = {
+    "rate by ranks": _rate_by_ranks,
+    "rate by concurrency": _rate_by_concurrency,
+    "latency by ranks": _latency_by_ranks,
+    "latency by concurrency": _latency_by_concurrency,
+}
+"""What is drawn, by name, in this order."""
+
+
+def _latencies(point: Point) -> tuple[float, float, float]:
+    median = max(point.latency, 1e-7) * 1e3
+    return median, median, max(point.latency_p99 * 1e3, median)
+
+
+def _rate_lines(
+    axes: Any, found: Sequence[Point], before: Sequence[Point], along: str, each: str
+) -> None:
+    divisor = unit_of(found)[1]
+
+    def rates(point: Point) -> tuple[float, float, float]:
+        return point.rate / divisor, point.low / divisor, point.high / divisor
+
+    _lines(axes, found, along, each, rates)
+    _lines(axes, before, along, each, rates, dashed=True)
+    axes.set_ylim(bottom=0)
+
+
+def _lines(
+    axes: Any,
+    found: Sequence[Point],
+    along: str,
+    each: str,
+    values: Callable[[Point], tuple[float, float, float]],
+    dashed: bool = False,
+) -> None:
+    """A line with whiskers for each value of ``each``."""
+    for number, key in enumerate(sorted({getattr(point, each) for point in found})):
+        line = sorted(
+            (it for it in found if getattr(it, each) == key), key=lambda it: getattr(it, along)
+        )
+        middle, low, high = zip(*map(values, line), strict=True)
+        whiskers = [
+            [at - lowest for at, lowest in zip(middle, low, strict=True)],
+            [highest - at for at, highest in zip(middle, high, strict=True)],
+        ]
+        axes.errorbar(
+            [getattr(point, along) for point in line],
+            middle,
+            None if dashed else whiskers,
+            color=_COLOURS[number % len(_COLOURS)],
+            marker=None if dashed else _MARKS[number % len(_MARKS)],
+            linestyle="--" if dashed else "-",
+            linewidth=1 if dashed else 1.6,
+            markersize=5,
+            capsize=2.5,
+            elinewidth=0.9,
+            alpha=0.6 if dashed else 1,
+            label=None if dashed else str(key),
+        )
+
+
+def _by_concurrency(axes: Any, title: str, unit: str, found: Sequence[Point]) -> None:
+    values = sorted({point.concurrency for point in found})
+    if len(values) > 1:
+        axes.set_xscale("log", base=2)
+    _finish(axes, title, "reads in flight per rank, at most", unit, values, "ranks")
+
+
+def _finish(axes: Any, title: str, along: str, unit: str, ticks: Sequence[int], lines: str) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
+
+    axes.set_title(title)
+    axes.set_xlabel(along)
+    axes.set_ylabel(unit)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    if axes.get_yscale() == "log":
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.legend(title=lines)

@@ -1,0 +1,237 @@
+"""A sweep's records, and what is made of them: table, points, verdict, pictures, page."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import rayloader
+from rayloader.catalog import Catalog
+from rayloader.config import Options
+from rayloader.errors import OptionError, ReceiptError
+from rayloader.experiment import page, plot, sweep
+from rayloader.experiment.sweep import Records, SweepPlan, Trial
+
+PLAN = SweepPlan(ranks=(1, 2, 4), concurrency=(1, 8), epochs=2, repeats=2, cache="cold")
+GB = 10**9
+
+
+@pytest.fixture
+def about(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a<b>").write_bytes(b"x" * 1000)
+    catalog = Catalog.from_source(tmp_path / "data", stat=True)
+    return sweep.subject(PLAN, catalog, Options(), 0.0, False)
+
+
+def rate(ranks, concurrency):
+    """GB/s of a storage that ends at 2 GB/s: linear to two ranks, no further."""
+    return min(ranks, 2.1) * min(concurrency, 4) / 4
+
+
+def report(ranks, concurrency, number, factor=1.0, cached=0.0):
+    speed = rate(ranks, concurrency) * GB * factor
+    name = "storage bandwidth" if ranks > 2 else "storage latency"
+    return {
+        "epoch": number, "seconds": 2.0, "files": 10, "bytes": int(2 * speed),
+        "bytes_per_second": speed, "files_per_second": 5.0, "latency_p50": 0.004,
+        "latency_p99": 0.02, "stall_share": 0.9, "peak_in_flight": concurrency * ranks,
+        "restarts": 0, "ranks": [{}] * ranks, "cached_before": cached,
+        "cache_as_asked": sweep.was_as_asked("cold", cached),
+        "limit": {"name": name, "because": f"a reason <{name}>", "advice": "More of it helps"},
+        "evidence": {"in_flight": concurrency * 0.9, "cpu_share": 0.2},
+    }  # fmt: skip
+
+
+def trial(ranks, concurrency, repeat, **how):
+    epochs = [report(ranks, concurrency, 0, 0.1, cached=None)]
+    epochs += [report(ranks, concurrency, n, 1 + repeat / 10 + n / 100, **how) for n in (1, 2)]
+    return {"kind": "trial", "ranks": ranks, "concurrency": concurrency, "repeat": repeat,
+            "order": 0, "ended": 0.0, "epochs": epochs}  # fmt: skip
+
+
+def records(about, **how):
+    session = {"kind": "session", "host": "h", "commit": None, "ray": "2", "time": "t",
+               "storage": "ext4 on /", "memory_bytes": 5}  # fmt: skip
+    return [about, session, *(trial(it.ranks, it.concurrency, it.repeat, **how)
+                              for it in PLAN.trials)]  # fmt: skip
+
+
+@pytest.fixture
+def table(about):
+    return sweep.table_of(records(about))
+
+
+# Trials and records
+
+
+def test_every_point_is_tried_as_often_in_an_order_that_the_seed_decides():
+    trials = PLAN.trials
+    expected = [Trial(r, c, n) for n in range(2) for r in (1, 2, 4) for c in (1, 8)]
+    assert sorted(trials) == sorted(expected)
+    assert trials != expected
+    assert trials == PLAN.trials
+    other = SweepPlan(ranks=(1, 2, 4), concurrency=(1, 8), epochs=2, repeats=2, seed=1)
+    assert other.trials != trials
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"ranks": ()}, {"ranks": (0,)}, {"concurrency": (1, 1)}, {"ranks": (True,)},
+     {"epochs": 0}, {"repeats": 0}, {"cache": "warm"}],
+)  # fmt: skip
+def test_what_cannot_be_swept_is_said(wrong):
+    name = next(iter(wrong))
+    with pytest.raises(OptionError, match=f"{name}="):
+        SweepPlan(**{"ranks": (1,), "concurrency": (1,), **wrong})
+
+
+@pytest.mark.parametrize(
+    ("cache", "share", "expected"),
+    [("any", 0.5, None), ("hot", None, None), ("hot", 0.99, True), ("hot", 0.5, False),
+     ("cold", 0.0, True), ("cold", 0.5, False)],
+)  # fmt: skip
+def test_whether_the_page_cache_was_as_asked(cache, share, expected):
+    assert sweep.was_as_asked(cache, share) is expected
+
+
+def test_records_go_on_after_a_line_that_was_cut_short(tmp_path, about):
+    directory = str(tmp_path / "out")
+    first = Records(directory, about)
+    first.add(trial(1, 8, 0))
+    path = tmp_path / "out" / "records.jsonl"
+    with path.open("a") as file:
+        file.write('{"kind": "trial", "ranks": 2')
+    again = Records(directory, about)
+    assert again.done == {Trial(1, 8, 0)}
+    again.add(trial(2, 8, 0))
+    assert Records(directory, about).done == {Trial(1, 8, 0), Trial(2, 8, 0)}
+    assert len(sweep.load(directory)) == 3
+
+
+def test_records_of_another_sweep_are_not_mixed_in(tmp_path, about):
+    Records(str(tmp_path / "out"), about)
+    changed = {**about, "options": {**about["options"], "batch_size": 7}, "touch": True}
+    with pytest.raises(OptionError, match=r"another sweep \(batch_size, touch differ\)"):
+        Records(str(tmp_path / "out"), changed)
+
+
+def test_what_are_no_records_is_said(tmp_path, about):
+    with pytest.raises(ReceiptError, match="no records of a sweep"):
+        sweep.load(str(tmp_path))
+    (tmp_path / "records.jsonl").write_text('{"kind": "other"}\n')
+    with pytest.raises(ReceiptError, match="not records of a sweep"):
+        sweep.load(str(tmp_path))
+    Records(str(tmp_path / "out"), about)
+    with pytest.raises(ReceiptError, match="no trial"):
+        sweep.load(str(tmp_path / "out"))
+
+
+# The table
+
+
+def test_the_table_has_a_row_per_epoch_and_says_what_it_is_of(table, about, tmp_path):
+    assert table.num_rows == 12 * 3
+    assert table.column_names == list(sweep.COLUMNS)
+    assert sum(table["warm_up"].to_pylist()) == 12
+    sweep.save_table(table, str(tmp_path))
+    again = pq.read_table(tmp_path / "results.parquet")
+    assert again.equals(table)
+    assert sweep.about(again)["sweep"] == json.loads(json.dumps(about))
+    with pytest.raises(ReceiptError, match="metadata"):
+        sweep.about(pa.table({"ranks": [1]}))
+
+
+def test_points_are_medians_without_the_warm_up(table):
+    found = {(it.ranks, it.concurrency): it for it in sweep.points(table)}
+    assert sorted(found) == [(r, c) for r in (1, 2, 4) for c in (1, 8)]
+    point = found[2, 8]
+    assert (point.epochs, point.astray) == (4, 0)
+    assert point.rate == pytest.approx(2 * GB * 1.065)
+    assert (point.low, point.high) == pytest.approx((2.02 * GB, 2.24 * GB))
+
+
+def test_scaling_stops_at_the_fewest_ranks_that_are_about_as_fast(table):
+    seen = sweep.verdict(sweep.points(table))
+    assert (seen.stops_at, seen.best.ranks, seen.at.concurrency) == (2, 4, 8)
+    assert seen.efficiency == pytest.approx(1)
+    assert plot.headline(sweep.points(table)) == (
+        "Scaling stops at 2 ranks: 2.13 GB/s; limit: storage latency"
+    )
+    up_to_two = [point for point in sweep.points(table) if point.ranks <= 2]
+    assert sweep.verdict(up_to_two).stops_at is None
+    assert plot.headline(up_to_two).startswith("Still scaling at 2 ranks: 2.13 GB/s, 100% of")
+    alone = [point for point in sweep.points(table) if point.ranks == 1]
+    assert plot.headline(alone) == "1.06 GB/s at 8 in flight per rank; limit: storage latency"
+
+
+# Pictures and the page
+
+
+def test_the_picture_shows_throughput_and_latency_against_ranks_and_concurrency(table, tmp_path):
+    figure = rayloader.plot(table, baseline=table)
+    titles = [axes.get_title("left") for axes in figure.axes]
+    latency = "A read's latency, median to 99 %"
+    rates = ["Throughput against ranks", "Throughput against concurrency"]
+    assert titles == [*rates, latency, latency]
+    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert set(legend) == {"1", "8", "linear"}
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_the_page_needs_nothing_else_and_is_a_function_of_the_records(table):
+    text = page.page(table)
+    assert text == page.page(table)
+    assert text.count("<svg") == 4
+    for address in re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?([^\"')>\s]+)", text):
+        assert address.startswith("#"), address
+    for needed in ("<h1>Scaling stops at 2 ranks", "name=\"viewport\"", "@media print",
+                   "A reason &lt;storage latency&gt;. More of it helps.", "ext4 on /"):  # fmt: skip
+        assert needed in text
+    assert 'class="warning"' not in text
+
+
+def test_the_page_warns_of_what_was_not_as_asked(about):
+    lines = records(about, cached=0.8)
+    lines.append({**lines[1], "host": "another"})
+    text = page.page(sweep.table_of(lines))
+    assert "In 24 of 24 epochs the page cache was not cold" in text
+    assert "different machines or versions" in text
+
+
+def test_two_sweeps_are_compared(table, about):
+    faster = [line if line["kind"] != "trial" else
+              {**line, "epochs": [{**one, "bytes_per_second": 2 * one["bytes_per_second"]}
+                                  for one in line["epochs"]]}
+              for line in records(about)]  # fmt: skip
+    grid = page.grid(sweep.points(sweep.table_of(faster)), sweep.points(table))
+    assert "of the\nbaseline" in grid.columns
+    assert {row[4] for row in grid.rows} == {"2.00 x"}
+
+
+def browser():
+    return shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(browser() is None, reason="needs Chromium to look at the page")
+@pytest.mark.parametrize("width", [500, 1600])
+def test_the_page_fits_in_a_real_browser(table, tmp_path, width):
+    measure = (
+        "<script>document.title = [window.innerWidth, document.documentElement.scrollWidth, "
+        "document.querySelectorAll('svg').length, "
+        "document.querySelector('svg').getBoundingClientRect().width > 300].join()</script>"
+    )
+    (tmp_path / "report.html").write_text(page.page(table).replace("</body>", measure + "</body>"))
+    ran = subprocess.run(
+        [browser(), "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom",
+         f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900",
+         (tmp_path / "report.html").as_uri()],
+        capture_output=True, text=True, timeout=50,
+    )  # fmt: skip
+    inner, scrolled, figures, wide = re.search(r"<title>(.*?)</title>", ran.stdout)[1].split(",")
+    assert int(scrolled) <= int(inner) <= width
+    assert (figures, wide) == ("4", "true")
