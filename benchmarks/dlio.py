@@ -19,6 +19,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from benchmarks import environment, files, picture, report
@@ -69,9 +71,13 @@ class Contender:
     remedy: str = ""
 
 
+def _many(workers: int) -> str:
+    return f"{workers} worker" + ("s" if workers > 1 else "")
+
+
 def own(workers: int) -> Contender:
     """DLIO's own loader."""
-    name = f"own loader, {workers} workers" if workers else "own loader, in-process"
+    name = f"own loader, {_many(workers)}" if workers else "own loader, in-process"
     family = "workers" if workers else "in-process"
     return Contender(name, family, {"read_threads": workers, "prefetch_size": 4})
 
@@ -79,13 +85,13 @@ def own(workers: int) -> Contender:
 def kept(workers: int) -> Contender:
     """The fork's own loader with its workers kept."""
     words = {"read_threads": workers, "prefetch_size": 4}
-    return Contender(f"{workers} workers kept (stale list)", "invalid", words, "persistent")
+    return Contender(f"{_many(workers)} kept (stale list)", "invalid", words, "persistent")
 
 
 def threads(workers: int) -> Contender:
     """The fork's path of 64 threads, opened for POSIX."""
     words = {"read_threads": workers, "multiprocessing_context": "spawn"}
-    return Contender(f"64 threads opened, {workers} workers", "64 threads", words, "threads")
+    return Contender(f"64 threads opened, {_many(workers)}", "64 threads", words, "threads")
 
 
 rayloader = Contender("rayloader", "rayloader", OURS)
@@ -240,9 +246,9 @@ def _dataset(data: Path, count: int, console: Console) -> Path:
         console.print(f"making {count} files in {train}")
         train.mkdir(parents=True, exist_ok=True)
         (folder / "valid").mkdir(exist_ok=True)
-        draw, digits = random.Random(1), len(str(count))
+        draw, digits = np.random.default_rng(1), len(str(count))
         for at in range(count):
-            (train / f"img_{at:0{digits}}_of_{count}.jpeg").write_bytes(draw.randbytes(SIZE))
+            (train / f"img_{at:0{digits}}_of_{count}.jpeg").write_bytes(draw.bytes(SIZE))
         folder.with_suffix(".complete").touch()
     return folder
 
@@ -257,7 +263,8 @@ def _generate_pictures(dlio: Dlio, folder: Path, count: int, console: Console) -
         "-m", "dlio_benchmark.main", "workload=default", f"hydra.run.dir={folder}.hydra",
         f"++workload.dataset.data_folder={folder}", "++workload.dataset.format=jpeg",
         f"++workload.dataset.num_files_train={count}", "++workload.dataset.num_files_eval=0",
-        "++workload.dataset.num_subfolders_train=0", "++workload.dataset.num_samples_per_file=1", f"++workload.dataset.record_length={SIZE}",
+        "++workload.dataset.num_subfolders_eval=0", "++workload.dataset.num_subfolders_train=0",
+        "++workload.dataset.num_samples_per_file=1", f"++workload.dataset.record_length={SIZE}",
         "++workload.workflow.generate_data=True", "++workload.workflow.train=False",
         "++workload.workflow.evaluation=False", "++workload.framework=pytorch",
         "++workload.reader.data_loader=pytorch", f"++workload.output.folder={folder}.out",
@@ -294,7 +301,7 @@ def _measured(
                             heat.dlio, heat.case, data / "dlio-run", one.reader, one.remedy
                         )
                     except ContenderFailed as failure:
-                        absent[one.name] = str(failure).strip().splitlines()[-1]
+                        absent[one.name] = _reason(str(failure))
                         (data / "dlio-failed.log").write_text(str(failure))
                         del runs[one.name]
                         continue
@@ -317,6 +324,13 @@ def _measured(
         "notes": list(heat.notes),
         "rows": [row.asdict() for row in rows],
     }
+
+
+def _reason(failure: str) -> str:
+    """The line of a failed run's output that tells most."""
+    lines = [line.strip() for line in failure.splitlines() if line.strip(" -")]
+    errors = [line for line in lines if re.match(r"\w*(Error|Exception)\b", line)]
+    return (errors or lines)[-1][:200]
 
 
 COLUMNS: dict[str, tuple[str, Callable[[Measured], float]]] = {
