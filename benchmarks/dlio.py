@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +130,16 @@ def main() -> None:
     measures = _kept(folder / "dlio.json")
     for heat in _heats(words, data, console):
         began, load = time.monotonic(), os.getloadavg()
-        measured = _measured(heat, words, data, console)
-        measures[heat.case.name] = measured | {
-            "rounds": _rounds(words),
-            "seconds": round(time.monotonic() - began),
-            "load_before": round(load[0], 1),
-            "load_after": round(os.getloadavg()[0], 1),
-        }
-        record = _record(measures, data)
-        (folder / "dlio.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-        draw(record, folder / "dlio.png")
+        for measured in _measured(heat, words, data, console):
+            measures[heat.case.name] = measured | {
+                "seconds": round(time.monotonic() - began),
+                "load_before": round(load[0], 1),
+                "load_after": round(os.getloadavg()[0], 1),
+            }
+            record = _record(measures, data)
+            text = json.dumps(record, indent=1, ensure_ascii=False)
+            (folder / "dlio.json").write_text(text + "\n")
+            draw(record, folder / "dlio.png")
     console.print(f"results in {folder}")
 
 
@@ -281,12 +281,13 @@ def _generate_pictures(dlio: Dlio, folder: Path, count: int, console: Console) -
 
 def _measured(
     heat: Heat, words: argparse.Namespace, data: Path, console: Console
-) -> dict[str, Any]:
-    """Everybody's runs of one case, as tables and JSON."""
+) -> Iterator[dict[str, Any]]:
+    """Everybody's runs of one case, for JSON, after each round; the tables after the last."""
     order = random.Random(words.seed)
     runs: dict[str, list[Measured]] = {one.name: [] for one in heat.contenders}
     limit: list[float] = []
     absent: dict[str, str] = {}
+    family = {one.name: one.family for one in heat.contenders}
     if not heat.case.cold:
         _warm(heat.case)
     with CReader(data, heat.case) as c_reader:
@@ -307,22 +308,32 @@ def _measured(
                         continue
                 runs[one.name].append(result)
                 console.print(f"{heat.case.name}, {one.name}: {_rate(result):,.0f} samples/s")
-    family = {one.name: one.family for one in heat.contenders}
+            yield _told(heat, runs, family, limit, absent)
     rows = heat.rows(runs, family, limit)
     if rows:
         report.show_targets(console, rows)
     for outcome in _outcomes(heat, runs, family, limit, absent):
         report.show(console, outcome)
+
+
+def _told(
+    heat: Heat,
+    runs: dict[str, list[Measured]],
+    family: dict[str, str],
+    limit: list[float],
+    absent: dict[str, str],
+) -> dict[str, Any]:
     return {
         "dlio": heat.dlio.name,
         "case": {name: str(value) for name, value in vars(heat.case).items() if name != "data"},
         "steps": heat.case.steps,
+        "rounds": len(limit),
         "family": family,
         "runs": {name: [one.asdict() for one in several] for name, several in runs.items()},
         "c_samples_per_second": limit,
         "absent": absent,
         "notes": list(heat.notes),
-        "rows": [row.asdict() for row in rows],
+        "rows": [row.asdict() for row in heat.rows(runs, family, limit)],
     }
 
 
