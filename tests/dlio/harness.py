@@ -135,15 +135,22 @@ class Finished:
         )
         return one
 
-    def opened(self, part, epoch):
-        """The data files opened in an epoch, from the first rank's start to the last one's end."""
+    def span(self, part, epoch, *ranks):
+        """(first, last) place in ``opens`` of an epoch: from the first start to the last end.
+
+        No rank waits for another between two epochs: one may be ahead, and spans overlap.
+        """
         kind = {"train": "train", "valid": "eval"}[part]
         marks = self.folder.parent / "notes" / "marks"
-        return self.opens.between(
-            {str(marks / f"start_{kind}-{epoch}-{rank}") for rank in self.witness},
-            {str(marks / f"end_{kind}-{epoch}-{rank}") for rank in self.witness},
-            below=f"{self.data}/{part}/",
+        starts, ends = (
+            [self.opens.place(str(marks / f"{event}_{kind}-{epoch}-{rank}")) for rank in ranks]
+            for event in ("start", "end")
         )
+        return min(starts), max(ends)
+
+    def opened(self, part, first=0, last=None):
+        """The data files opened between two places."""
+        return self.opens.below(f"{self.data}/{part}/", first, last)
 
     def size(self, path):
         """Of a file [bytes]."""

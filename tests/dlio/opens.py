@@ -46,15 +46,13 @@ class Opens:
         os.close(self._stop)
         os.close(self._inotify)
 
-    def between(self, first, last, below):
-        """The files below a directory opened between the first and the last of some marks."""
-        places = [at for at, path in enumerate(self.seen) if path in {*first, *last}]
-        assert places, f"none of the marks {first}, {last}"
-        return [path for path in self.seen[places[0] : places[-1]] if path.startswith(below)]
+    def place(self, mark):
+        """Where a mark stands between the files."""
+        return self.seen.index(mark)
 
-    def all(self, below):
-        """The files below a directory opened at any time."""
-        return [path for path in self.seen if path.startswith(below)]
+    def below(self, directory, first=0, last=None):
+        """The files below a directory that were opened between two places."""
+        return [path for path in self.seen[first:last] if path.startswith(directory)]
 
     def _collect(self):
         while True:

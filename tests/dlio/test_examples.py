@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from tests.dlio.harness import ROOT
+from tests.dlio.harness import ROOT, WITNESS
 
 PAGE = ROOT / "examples" / "dlio"
 WORKLOADS = sorted((PAGE / "workload").glob("*.yaml"))
@@ -51,7 +51,8 @@ def read(dlio, census, tmp_path_factory):
     (folder / "under.yaml").write_text("{}\n")
     (folder / "workload").symlink_to(PAGE / "workload")
     names = [path.stem for path in WORKLOADS]
-    environ = census.environ(PYTHONPATH=":".join(dlio.dlio.path), TF_CPP_MIN_LOG_LEVEL="3")
+    path = [str(WITNESS), *dlio.dlio.path]
+    environ = census.environ(PYTHONPATH=":".join(path), TF_CPP_MIN_LOG_LEVEL="3")
     ran = subprocess.run(
         [dlio.dlio.python, "-c", READ, folder, *names],
         env=environ, cwd=folder, capture_output=True, text=True, timeout=300,
@@ -65,11 +66,13 @@ def read(dlio, census, tmp_path_factory):
 def page(dlio, census):
     """The page's commands, in their order, on one rank and fewer files; what each printed."""
     said = []
-    environ = census.environ(PYTHONPATH=":".join(dlio.dlio.path), TF_CPP_MIN_LOG_LEVEL="3")
     for kind in ("train", "valid"):
         (dlio.place / "data" / "laptop" / kind).mkdir(parents=True)
     for command in commands():
         words = shlex.split(command.replace("$PWD", str(ROOT)))
+        # As users have it for the run that counts; the others start quicker (see witness/).
+        path = dlio.dlio.path if "results/ours" in command else [str(WITNESS), *dlio.dlio.path]
+        environ = census.environ(PYTHONPATH=":".join(path), TF_CPP_MIN_LOG_LEVEL="3")
         ran = subprocess.run(
             [dlio.dlio.mpirun, "--allow-run-as-root", "-n", "1", dlio.dlio.python,
              *words[words.index("python") + 1:], f"++workload.dataset.num_files_train={FILES}"],

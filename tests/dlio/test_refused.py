@@ -25,7 +25,7 @@ def test_an_unknown_option_ends_every_rank_with_its_name(refused):
 def test_no_rank_waited_for_another_or_read_anything(refused):
     for rank in (0, 1):
         assert [note["event"] for note in refused.witness[rank]] == ["assigned"]
-    assert refused.opens.all(below=str(refused.data)) == []
+    assert refused.opened("train") == []
 
 
 def test_no_ray_was_started(refused):

@@ -30,6 +30,30 @@ def prefix(run, part, epoch, rank, samples):
     return list(dict.fromkeys(path for path, _ in assigned[:samples]))
 
 
+def hold_opens(run, part, epochs, samples):
+    """Hold what the kernel saw opened against what DLIO assigned, epoch by epoch.
+
+    Where a rank was ahead of another, so that epochs overlap, they are taken together.
+
+    Raises:
+        AssertionError: other files were opened, or some were not, or outside of the epochs.
+    """
+    ranks, inside = sorted(run.witness), 0
+    groups = []
+    for epoch in range(1, epochs + 1):
+        first, last = run.span(part, epoch, *ranks)
+        wanted = set().union(*(prefix(run, part, epoch, rank, samples) for rank in ranks))
+        if groups and first < groups[-1][1]:
+            begun, ended, before = groups.pop()
+            first, last, wanted = begun, max(last, ended), wanted | before
+        groups.append((first, last, wanted))
+    for first, last, wanted in groups:
+        opened = run.opened(part, first, last)
+        assert set(opened) == wanted
+        inside += len(opened)
+    assert inside == len(run.opened(part)), "files were opened outside of the epochs"
+
+
 def has_two_cores():
     """Whether ``--bind-to core`` can give two ranks one each."""
     return len(os.sched_getaffinity(0)) >= 2
