@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import json
 import os
-import pwd
 import random
 import shutil
 import signal
@@ -292,11 +291,7 @@ class Running:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"hangs after {limit} s:\n{self.said[-6000:]}") from None
         seconds = time.monotonic() - self._began
-        shutil.rmtree(Path(self._dlio.census.tmp, f"{TORCHS_OWN}{_user()}"), ignore_errors=True)
-        try:
-            gone_after = self._dlio.census.gone(gone)
-        except AssertionError:
-            gone_after = None
+        gone_after = self._gone(gone)
         self._stack.close()
         notes = self._run / "notes"
         return Finished(
@@ -312,13 +307,22 @@ class Running:
             processes=_lines(notes / "processes.jsonl"),
             made=[one for path in sorted(notes.glob("made-*.jsonl")) for one in _lines(path)],
             opens=self._opens,
-            left=self._dlio.census.left(),
+            left=self._left(),
             gone_after=gone_after,
         )
 
+    def _left(self):
+        """What is still there of the run, but for torch's own directory."""
+        return [it for it in self._dlio.census.left() if not it.startswith(TORCHS_OWN)]
 
-def _user():
-    return pwd.getpwuid(os.getuid()).pw_name
+    def _gone(self, seconds):
+        """Seconds until nothing was left [s]; ``None``: something still is."""
+        began = time.monotonic()
+        while self._left():
+            if time.monotonic() - began > seconds:
+                return None
+            time.sleep(0.02)
+        return time.monotonic() - began
 
 
 @functools.cache

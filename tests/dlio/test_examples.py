@@ -30,10 +30,11 @@ for name in sys.argv[2:]:
     args = ConfigArguments.get_instance()
     with initialize_config_dir(sys.argv[1], version_base=None):
         LoadConfig(args, compose("under", overrides=["+workload=" + name])["workload"])
+    length = int(args.record_length)  # DLIO 3 overwrites it in what follows
     args.derive_configurations()
     options = settings(args, {}).options
     print(json.dumps([name, options.batch_size, options.deliver, args.data_loader_classname,
-                      int(args.record_length), args.num_files_train]), flush=True)
+                      length, args.num_files_train]), flush=True)
 """
 
 
