@@ -153,7 +153,8 @@ def _first_import(access: Access) -> Any:
             import s3dlio
     except ImportError as error:
         raise OptionError(
-            "object storage needs s3dlio: pip install 'rayloader[objects]'"
+            "object storage needs s3dlio, which there is for Python 3.11 to 3.13: "
+            "pip install 'rayloader[objects]'"
         ) from error
     # Its own guess divides by the ranks of MPI, and takes a rank's mask for the machine.
     s3dlio.configure_tokio_threads(int(os.environ["S3DLIO_RT_THREADS"]))
