@@ -18,7 +18,9 @@ SECTION = "rayloader"
 """Key below ``storage.storage_options`` in a workload file whose values are options."""
 PREFIX = "RAYLOADER_"
 """Of options in the environment, which win over the workload file's."""
-NOT_OPTIONS = ("RAYLOADER_DEBUG", "RAYLOADER_RUN_ID")
+NOT_OPTIONS = (
+    "RAYLOADER_DEBUG", "RAYLOADER_RUN_ID", "RAYLOADER_DLIO", "RAYLOADER_DLIO_PYTHON",
+)  # fmt: skip
 """Variables that begin like options and are none."""
 
 OF_DLIO = {
