@@ -35,8 +35,11 @@ __all__ = ["RayDataLoader"]
 def __getattr__(name: str) -> Any:
     if name != "RayDataLoader":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from rayloader_dlio.loader import RayDataLoader
-
+    try:
+        from rayloader_dlio.loader import RayDataLoader
+    except AttributeError as error:
+        # DLIO's search swallows this one, and would go on with its own loader.
+        raise ImportError(f"rayloader_dlio does not fit this DLIO: {error}") from error
     globals()[name] = RayDataLoader
     return RayDataLoader
 
