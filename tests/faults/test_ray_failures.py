@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -137,6 +138,27 @@ def test_a_gcs_that_does_not_answer_while_a_reader_must_be_replaced_is_an_error(
     assert "no Ray answers at 127.0.0.1:" in said
     assert float(seconds) < 20
     assert trainer.wait(20)[0] == 0, trainer.wait()[1]
+    census.gone(10)
+
+
+def test_a_ray_that_dies_while_a_reader_is_being_replaced_is_replaced_too(census, directory):
+    rank = a_rank(census, directory)
+    assert rank.line(40) == "open 0 1"
+    whole = epoch(rank).rsplit(" ", 1)[0]
+    gcs = census.pid_of("/gcs/gcs_server")
+    later = threading.Timer(2.0, os.kill, (gcs, signal.SIGKILL))
+
+    def fault():
+        os.kill(gcs, signal.SIGSTOP)
+        kill(census, "ray::ReaderActor")
+        later.start()
+
+    order, restarts = epoch_during(rank, fault)
+    later.join()
+    assert order == whole
+    assert restarts in ("1", "2")
+    rank.tell("end")
+    assert rank.wait(30) == (0, "")
     census.gone(10)
 
 
