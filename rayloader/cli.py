@@ -463,6 +463,52 @@ def report_command(directory: str, baseline: str | None) -> None:
     _show_sweep(table, page.write(table, directory, other), other)
 
 
+@_command("doctor")
+@click.argument("source", metavar="[SRC...]", nargs=-1)
+@option("--ranks", type=int, default=1, help="That each node is to run.")
+@option("--out", metavar="DIR", help="Where results are to be written.")
+@option(
+    "--read/--no-read", "trial", default=True, help="Have a rank read a few files of SRC, twice."
+)
+@option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@of_reader("concurrency", BOUNDS, "Ceiling on reads in flight per rank.")
+@of_reader("memory_bytes", BOUNDS, "Bound on batches in memory per rank.")
+@of_reader("ray", WAY, "Which Ray: auto, private, cluster, or HOST:PORT.")
+@of_reader("endpoint_url", OBJECTS, ENDPOINT, type=str, metavar="URL")
+@of_reader("region", OBJECTS, REGION, type=str, metavar="NAME")
+@of_reader("ca_bundle", OBJECTS, BUNDLE, type=str, metavar="FILE")
+def doctor_command(
+    source: tuple[str, ...],
+    ranks: int,
+    out: str | None,
+    trial: bool,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Is this machine ready, and the Ray, and SRC? What will limit me?
+
+    Every finding that is not well comes with its cure. The exit status is 1 when something would
+    not work. No secret is printed.
+    """
+    from rayloader.fleet.doctor import examine
+
+    if ranks < 1:
+        raise OptionError(f"ranks={ranks}: must be at least 1")
+    options = Options.of(given)
+    found = examine(_one_or_many(source) if source else None, options, ranks, out, trial)
+    if as_json:
+        click.echo(json.dumps({name: [it.asdict() for it in its] for name, its in found.items()}))
+    else:
+        for name, findings in found.items():
+            click.secho(name, bold=True)
+            for finding in findings:
+                click.echo(f"  {finding.state:8} {finding.check}: {printable(finding.says)}")
+                if finding.cure and finding.state != "ok":
+                    click.echo(f"           → {finding.cure}")
+    if any(finding.state == "bad" for findings in found.values() for finding in findings):
+        raise click.exceptions.Exit(FAILED)
+
+
 def _show_sweep(table: Any, written: list[str], baseline: Any = None) -> None:
     """Print a sweep's points and where its files are."""
     from rayloader.experiment import page, plot

@@ -24,7 +24,7 @@ def memory_free(mount: str = _CGROUPS, membership: str = "/proc/self/cgroup") ->
     memfd is none: it is counted with the anonymous memory.)
     """
     free = _NO_LIMIT
-    for group, version in _groups("memory", mount, membership):
+    for group, version in groups("memory", mount, membership):
         limit, used, prefix = _MEMORY_FILES[version]
         with contextlib.suppress(OSError, ValueError):
             most = _read(f"{group}/{limit}")
@@ -49,7 +49,7 @@ class OomKills:
     def __init__(self, pid: int, mount: str = _CGROUPS, membership: str = "") -> None:
         """Count from now on; the process may end meanwhile."""
         self._file = ""
-        for group, version in _groups("memory", mount, membership or f"/proc/{pid}/cgroup"):
+        for group, version in groups("memory", mount, membership or f"/proc/{pid}/cgroup"):
             if os.path.exists(file := f"{group}/{_OOM_FILES[version]}"):
                 self._file = file  # the last is the process's own
         self._before = self._count()
@@ -80,7 +80,7 @@ def too_few_processes(wanted: int) -> str:
             f"this user may run {limit} processes and threads (ulimit -u) and runs {running}: "
             f"allow at least {running + wanted}"
         )
-    for group, _ in _groups("pids", _CGROUPS, "/proc/self/cgroup"):
+    for group, _ in groups("pids", _CGROUPS, "/proc/self/cgroup"):
         with contextlib.suppress(OSError, ValueError):
             most, running = int(_read(f"{group}/pids.max")), int(_read(f"{group}/pids.current"))
             if most - running < room:
@@ -106,7 +106,7 @@ def too_little_address_space(wanted: int) -> str:
     )
 
 
-def _groups(controller: str, mount: str, membership: str) -> Iterator[tuple[str, int]]:
+def groups(controller: str, mount: str, membership: str) -> Iterator[tuple[str, int]]:
     """(directory, version) of this process's group of a controller, and of those above it."""
     try:
         lines = _read(membership).splitlines()

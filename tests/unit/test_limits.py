@@ -96,7 +96,7 @@ def test_what_cannot_be_mapped_names_the_limit_and_the_option(monkeypatch):
 
 
 def test_few_processes_are_told_only_where_a_limit_is_known(monkeypatch):
-    monkeypatch.setattr(limits, "_groups", lambda *_: iter(()))
+    monkeypatch.setattr(limits, "groups", lambda *_: iter(()))
     monkeypatch.setattr(limits, "_above_limits", lambda: False)
     monkeypatch.setattr(limits, "_threads_of", lambda _: 30)
     monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (100, 100))
@@ -112,7 +112,7 @@ def test_few_processes_are_told_only_where_a_limit_is_known(monkeypatch):
 def test_a_groups_number_of_processes_is_known_too(monkeypatch, tmp_path):
     (tmp_path / "pids.max").write_text("50\n")
     (tmp_path / "pids.current").write_text("20\n")
-    monkeypatch.setattr(limits, "_groups", lambda *_: iter([(str(tmp_path), 2)]))
+    monkeypatch.setattr(limits, "groups", lambda *_: iter([(str(tmp_path), 2)]))
     assert "may run 50 processes and threads (pids.max)" in limits.too_few_processes(80)
     assert limits.too_few_processes(30) == ""
     (tmp_path / "pids.max").write_text("max\n")

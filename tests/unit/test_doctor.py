@@ -1,0 +1,164 @@
+"""What the doctor says of a machine and of files, each with its cure."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rayloader.experiment import doctor
+from rayloader.experiment.doctor import Wanted
+from rayloader.fleet.doctor import Examiner, _alike
+from rayloader.storage.access import Access
+
+WANTED = Wanted(ranks=1, concurrency=64, memory_bytes=64 << 20)
+SECRET = "hunter2"
+LIMITED = """
+import json, resource
+from rayloader.experiment import doctor
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+wanted = doctor.Wanted(ranks=1, concurrency=64, memory_bytes=64 << 20)
+print(json.dumps([it.asdict() for it in doctor.machine(wanted)]))
+"""
+
+
+def by_name(findings):
+    assert all(it.cure for it in findings if it.state in ("warning", "bad"))
+    return {it.check: it for it in findings}
+
+
+@pytest.fixture
+def data(tmp_path):
+    directory = tmp_path / "data"
+    directory.mkdir()
+    for number in range(5):
+        (directory / f"{number}").write_bytes(os.urandom(20_000))
+    return directory
+
+
+def looked_at(directory, out=None):
+    return by_name(doctor.files(doctor.sample_of(str(directory), Access()), out))
+
+
+def test_this_machine_can_run_its_tests():
+    found = by_name(doctor.machine(WANTED))
+    assert {name for name, it in found.items() if it.state == "bad"} == set()
+    assert "ray 2" in found["versions"].says
+
+
+def test_a_limit_that_is_too_low_is_bad_and_has_a_cure():
+    ran = subprocess.run(
+        [sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True
+    )
+    found = {it["check"]: it for it in json.loads(ran.stdout)}
+    assert found["open files"] == {
+        "check": "open files",
+        "state": "bad",
+        "says": "a process may open 100 files (ulimit -n), a reader needs 264",
+        "cure": "ulimit -n 264",
+    }
+    assert found["address space"]["state"] == "bad"
+    assert "(ulimit -v)" in found["address space"]["says"]
+
+
+def test_more_memory_than_there_is_is_bad():
+    found = by_name(doctor.machine(dataclasses.replace(WANTED, memory_bytes=1 << 45)))
+    assert found["memory"].state == "bad"
+    assert "memory_bytes of at most" in found["memory"].cure
+
+
+def test_of_proxies_the_names_are_said_and_no_password(monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", f"http://user:{SECRET}@proxy:3128")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    finding = by_name(doctor.machine(WANTED))["proxies"]
+    assert finding.state == "warning"
+    assert "https_proxy" in finding.says
+    assert SECRET not in str(finding)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    assert by_name(doctor.machine(WANTED))["proxies"].state == "ok"
+
+
+def test_files_that_are_well(data):
+    found = looked_at(data)
+    assert {name for name, it in found.items() if it.state == "bad"} == set()
+    assert found["files"].says == "5 looked at, all can be read"
+    assert "opening and reading a page takes" in found["latency"].says
+    assert found["on disk"].state == "ok"
+
+
+def test_sparse_files_are_told(data):
+    for path in data.iterdir():
+        path.unlink()
+    with (data / "hole").open("wb") as file:
+        file.truncate(10 << 20)
+    found = looked_at(data)
+    assert found["on disk"].state == "warning"
+    assert "0% of their size: sparse or compressed" in found["on disk"].says
+
+
+def test_results_beside_the_data_are_told(data, tmp_path):
+    assert looked_at(data, str(tmp_path / "new" / "out"))["results"].state == "warning"
+    if os.stat("/dev/shm").st_dev != os.stat(data).st_dev:
+        assert looked_at(data, "/dev/shm/out")["results"].state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"), [("nowhere", "nowhere"), ("empty", "holds nothing to read")]
+)
+def test_a_source_that_cannot_be_listed_is_bad(tmp_path, source, words):
+    (tmp_path / "empty").mkdir()
+    sample, finding = doctor.listed(str(tmp_path / source), Access())
+    assert sample is None
+    assert (finding.state, words in finding.says) == ("bad", True)
+    assert finding.cure
+
+
+def test_an_endpoint_where_nothing_listens_is_bad():
+    (finding,) = doctor.endpoint(Access(endpoint="http://127.0.0.1:1"))
+    assert (finding.state, finding.says) == ("bad", "nothing listens at 127.0.0.1:1")
+
+
+def test_nodes_must_have_versions_clocks_and_files_in_common(data):
+    sample = os.fsencode(data), [b"0", b"1"]
+    here = Examiner().look(WANTED, sample)
+    assert {it.state for it in _alike(here, here, 0.01, 0.1)} == {"ok"}
+    there = {**here, "versions": {**here["versions"], "ray": "1.0"},
+             "files": [(-1, -1), here["files"][1]]}  # fmt: skip
+    found = by_name(_alike(here, there, 5.0, 0.1))
+    assert found["same versions"].says.startswith("ray 1.0 there, ")
+    assert found["clock"].says == "its clock is +5.0 s from this one"
+    assert found["same files"].says == "of 2 files 1 are not there, and 1 differ"
+
+
+@pytest.mark.timeout(90)
+def test_the_command_looks_at_everything_and_tells_no_secret(data):
+    environ = {**os.environ, "AWS_ACCESS_KEY_ID": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET,
+               "HTTP_PROXY": f"http://u:{SECRET}@p:1", "NO_PROXY": "*"}  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-m", "rayloader.cli", "doctor", str(data), "--json"],
+        capture_output=True, text=True, timeout=80, env=environ,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert SECRET not in ran.stdout + ran.stderr
+    found = json.loads(ran.stdout)
+    assert list(found) == ["this machine", "source", "Ray", "a trial"]
+    (trial,) = found["a trial"]
+    assert "a rank read 5 entries" in trial["says"]
+    assert "limit: " in trial["says"]
+    assert trial["cure"]
+
+
+def test_the_command_fails_where_something_would_not_work(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-m", "rayloader.cli", "doctor", str(tmp_path / "nowhere"),
+         "--ray", "127.0.0.1:1"],
+        capture_output=True, text=True, timeout=50,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert "bad      source: " in ran.stdout
+    assert "bad      Ray: no Ray answers at 127.0.0.1:1" in ran.stdout
+    assert "→ ray start" in ran.stdout
