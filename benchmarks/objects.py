@@ -38,7 +38,7 @@ MEASURES: dict[str, Callable[[ObjectSetting], Outcome]] = {
 PANELS = (
     ("nginx", "nginx: as quick as a server can be here"),
     ("seaweedfs", "SeaweedFS"),
-    ("latency", "rayloader, a server whose every answer takes 20 ms"),
+    ("latency", "rayloader, answers take 20 ms"),
 )
 """Measure → title in the picture."""
 TITLE = "rayloader beside its peers: 2,000 objects of 322 KB, hot, to one training loop"

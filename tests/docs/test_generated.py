@@ -6,6 +6,7 @@
 import ast
 import dataclasses
 import inspect
+import json
 import re
 import textwrap
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from benchmarks import report
 from rayloader import cli, errors
 from rayloader.config import Options
 from rayloader.receipt import Receipt
@@ -86,10 +88,16 @@ def all_help():
     )
 
 
+def object_results():
+    """The table of the last full run of ``benchmarks.objects``."""
+    return report.markdown(json.loads((ROOT / "benchmarks/results/objects.json").read_text()))
+
+
 PARTS = {
     "commands": (README, console),
     "options": (README, options_table),
     "receipt": (README, receipt_table),
+    "object-results": (README, object_results),
     "help": (CLI, all_help),
 }
 
