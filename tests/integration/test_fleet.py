@@ -273,3 +273,41 @@ def test_a_driver_that_ends_leaves_nothing(directory, how):
         census.gone(15)
     finally:
         census.close()
+
+
+TWO_NODES = """
+import sys, time
+import ray
+from ray.cluster_utils import Cluster
+nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+second = nodes.add_node(num_cpus=1)
+ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
+import rayloader
+with rayloader.Fleet(sys.argv[1], ranks=3, batch_size=4, compute_seconds=0.1,
+                     progress=False) as fleet:
+    running = fleet.start_epoch()
+    time.sleep(0.8)
+    nodes.remove_node(second)
+    report = running.report()
+    where = [[part.hello.node_id for part in rank.parts] for rank in report.ranks]
+    print("READ", report.files, report.read_hash, [len(set(them)) for them in where],
+          len({them[-1] for them in where}), *report.events, sep="|", flush=True)
+nodes.shutdown()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_ranks_are_spread_over_nodes_and_survive_the_loss_of_one(directory, everything):
+    census = Census()
+    try:
+        driver = census.start(TWO_NODES, str(directory), RAY_AUTH_MODE="disabled")
+        line = ""
+        while not line.startswith("READ"):
+            line = driver.line(80)
+        _, files, read_hash, nodes_of_each_rank, nodes_at_the_end, *events = line.split("|")
+        assert (int(files), read_hash) == (FILES, everything[0])
+        assert nodes_of_each_rank == "[1, 2, 1]"
+        assert nodes_at_the_end == "1"
+        assert "the consumer of rank 1 died" in events[-1]
+    finally:
+        census.close()
