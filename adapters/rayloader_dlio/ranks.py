@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
@@ -12,6 +13,45 @@ from collections.abc import Iterator
 from typing import Any
 
 from rayloader import Launch, RayloaderError, UsageError
+
+
+class ExitWatch:
+    """Ends all ranks if this one exits before there is a session, which then sees to that.
+
+    Between these two DLIO checks its arguments and deals out its files. A rank that fails there
+    would leave the others at a barrier for ever.
+    """
+
+    def __init__(self, mpi: Any) -> None:
+        """Watch from now on.
+
+        Args:
+            mpi: the module ``mpi4py.MPI``.
+        """
+        self._mpi = mpi
+        self._pid = os.getpid()
+        atexit.register(self.at_exit)
+
+    def end(self) -> None:
+        """There is a session, or all ranks have agreed that there is none."""
+        atexit.unregister(self.at_exit)
+
+    def at_exit(self) -> None:
+        """The interpreter ends."""
+        mpi = self._mpi
+        if os.getpid() != self._pid or not mpi.Is_initialized() or mpi.Is_finalized():
+            return
+        if mpi.COMM_WORLD.size > 1:
+            _tell_early_exit(mpi.COMM_WORLD)
+            mpi.COMM_WORLD.Abort(1)
+
+
+def _tell_early_exit(world: Any) -> None:
+    sys.stderr.write(
+        f"rayloader: rank {world.rank} exits before the run's end, for the error above; it ends "
+        f"all {world.size} ranks\n"
+    )
+    sys.stderr.flush()
 
 
 class Ranks:
@@ -84,11 +124,7 @@ class Ranks:
         """End all ranks if this one exits while the others still expect it at a barrier."""
         if self.size == 1 or self._mpi.Is_finalized():
             return
-        sys.stderr.write(
-            f"rayloader: rank {self.rank} exits before the run's end, for the error above; it "
-            f"ends all {self.size} ranks\n"
-        )
-        sys.stderr.flush()
+        _tell_early_exit(self._world)
         self._world.Abort(1)
 
     def _find_place(self) -> Launch:

@@ -5,7 +5,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from rayloader_dlio.ranks import Ranks
+from rayloader_dlio.ranks import ExitWatch, Ranks
 
 from rayloader import OptionError, RayloaderError
 from tests.unit.dlio_mpi import World
@@ -110,3 +110,26 @@ def test_a_rank_that_exits_before_mpi_is_finalized_ends_all(finalized, aborted):
     on_all(world, lambda ranks: ranks.abort_at_exit() if ranks.rank == 0 else None)
     assert world.aborted == aborted
     assert isinstance(world.mpi(0), SimpleNamespace)
+
+
+@pytest.mark.parametrize(
+    ("initialized", "finalized", "nodes", "aborted"),
+    [
+        (True, False, [2], [0]),
+        (False, False, [2], []),
+        (True, True, [2], []),
+        (True, False, [1], []),
+    ],
+)
+def test_a_rank_that_fails_before_there_is_a_session_ends_all(
+    initialized, finalized, nodes, aborted, capsys
+):
+    world = World(nodes=nodes)
+    world.finalized = finalized
+    mpi = world.mpi(0)
+    mpi.Is_initialized = lambda: initialized
+    watch = ExitWatch(mpi)
+    watch.at_exit()
+    watch.end()
+    assert world.aborted == aborted
+    assert ("rank 0 exits before the run's end" in capsys.readouterr().err) == bool(aborted)
