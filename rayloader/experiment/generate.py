@@ -8,16 +8,7 @@ The catalog lies *beside* the directory, as ``<directory>.arrow``, with sizes an
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import hashlib
-import json
-import math
-import numbers
 import os
-import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,27 +17,25 @@ import pyarrow as pa
 from rayloader.catalog import SUFFIX, Catalog, Progress, Ticker
 from rayloader.errors import (
     CatalogError,
-    OptionError,
     StorageError,
     UsageError,
     printable,
     storage_error,
 )
+from rayloader.experiment.recipe import (
+    BLOCK,
+    RECIPE,
+    UNFINISHED,
+    Recipe,
+    check_maker,
+    checksum,
+    in_parallel,
+    some,
+)
+from rayloader.experiment.upload import upload
 from rayloader.storage.access import Access
 from rayloader.storage.listing import PosixLister
 from rayloader.storage.uri import is_object
-
-T = TypeVar("T")
-
-RECIPE = b"rayloader.generate"
-UNFINISHED = ".unfinished"
-_BLOCK = 4 << 20
-"""Bytes made, written or read at once; a multiple of 8 [bytes]."""
-_MAX_THREADS = 4
-_FILES_AT_ONCE = 64
-"""Files that one thread makes or reads in one go, at most [files]."""
-_NAMED = 3
-"""Names given in a message before the rest is only counted."""
 
 
 def generate(
@@ -88,8 +77,6 @@ def generate(
     """
     recipe = Recipe(files, size, size_stdev, subfolders, seed)
     if is_object(os.fsencode(directory)):
-        from rayloader.experiment.upload import upload
-
         return upload(os.fspath(directory), recipe, access, Ticker(progress))
     root = os.path.abspath(directory)
     order, wanted = recipe.catalog(root)
@@ -143,93 +130,6 @@ def verify(catalog: Catalog, progress: Progress | None = None) -> None:
         raise failures[0]
 
 
-def checksum(data: bytes | memoryview, before: int = 0) -> int:
-    """CRC-32 of some bytes, going on from ``before``: what a catalog's checksums hold."""
-    return zlib.crc32(data, before)
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """The arguments that decide every byte."""
-
-    files: int
-    size: int
-    size_stdev: float
-    subfolders: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        for name, least in (("files", 1), ("size", 1), ("subfolders", 0), ("seed", None)):
-            value = getattr(self, name)
-            whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-            if not whole or (least is not None and value < least):
-                wanted = "a whole number" if least is None else f"a whole number >= {least}"
-                raise OptionError(f"{name}={value!r}: must be {wanted}")
-            object.__setattr__(self, name, int(value))
-        stdev = self.size_stdev
-        real = isinstance(stdev, numbers.Real) and not isinstance(stdev, bool)
-        if not real or not 0 <= stdev < math.inf:
-            raise OptionError(f"size_stdev={stdev!r}: must be a number of bytes >= 0")
-        object.__setattr__(self, "size_stdev", float(stdev))
-
-    def dumps(self) -> bytes:
-        """The arguments by name, to recognise them by."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
-
-    def name(self, index: int) -> str:
-        """The name of file ``index`` relative to the directory."""
-        sample = f"sample_{index:0{max(6, len(str(self.files - 1)))}d}.bin"
-        if not self.subfolders:
-            return sample
-        digits = max(2, len(str(self.subfolders - 1)))
-        return f"part_{index % self.subfolders:0{digits}d}/{sample}"
-
-    def sizes(self) -> npt.NDArray[np.int64]:
-        """The size of every file, int64 [files], in the order of their numbers [bytes]."""
-        if self.size_stdev == 0:
-            return np.full(self.files, self.size, np.int64)
-        normal = np.random.Generator(_stream(self.seed, "sizes")).standard_normal(self.files)
-        return np.maximum(1, np.rint(self.size + self.size_stdev * normal)).astype(np.int64)
-
-    def catalog(self, root: str) -> tuple[npt.NDArray[np.int64], Catalog]:
-        """File numbers in catalog order, and the catalog without checksums."""
-        names = [self.name(index) for index in range(self.files)]
-        order = np.array(sorted(range(self.files), key=names.__getitem__), np.int64)
-        keys = pa.array([names[index].encode() for index in order], pa.large_binary())
-        return order, Catalog(os.fsencode(root), keys, self.sizes()[order])
-
-    def blocks(self, index: int, size: int) -> Iterator[npt.NDArray[np.uint8]]:
-        """The bytes of file ``index``, uint8, in blocks."""
-        stream = _stream(self.seed, index)
-        for begin in range(0, size, _BLOCK):
-            count = min(_BLOCK, size - begin)
-            words = stream.random_raw(-(-count // 8)).astype("<u8", copy=False)
-            yield words.view(np.uint8)[:count]
-
-
-def _stream(seed: int, purpose: int | str) -> np.random.PCG64DXSM:
-    """An independent generator for each file; NumPy promises its raw output never changes."""
-    digest = hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=16).digest()
-    return np.random.PCG64DXSM(int.from_bytes(digest, "little"))
-
-
-def in_parallel(
-    work: Callable[[range], T], count: int, ticker: Ticker, threads: int = 0
-) -> Iterator[T]:
-    """Do the places 0 … count-1 in threads, some at a time; results come in order.
-
-    As many threads as there are CPUs, up to four, unless ``threads`` says otherwise.
-    """
-    threads = threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    step = max(1, min(_FILES_AT_ONCE, count // (8 * threads)))
-    parts = [range(low, min(low + step, count)) for low in range(0, count, step)]
-    with ThreadPoolExecutor(threads, "rayloader-files") as pool:
-        for part, result in zip(parts, pool.map(work, parts), strict=True):
-            ticker(part.stop)
-            yield result
-    ticker.end(count)
-
-
 def _saved(root: str) -> Catalog | None:
     """The catalog beside the directory, if there is one.
 
@@ -279,39 +179,12 @@ def _claim(root: str, recipe: Recipe, wanted: Catalog, saved: Catalog | None) ->
         raise storage_error(os.fsdecode(error.filename or root), error.errno or 0) from error
 
 
-def check_maker(root: str, recipe: Recipe, maker: bytes | None) -> None:
-    """Raise unless the files in the directory were made from the same recipe."""
-    if maker is None:
-        raise UsageError(
-            f"{printable(root)} holds files that were not generated there; choose another directory"
-        )
-    if maker != recipe.dumps():
-        before = ", ".join(f"{name}={value}" for name, value in _loads(maker).items())
-        raise UsageError(
-            f"{printable(root)} holds data generated with {before}; remove it or give the same"
-        )
-
-
-def _loads(recipe: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(recipe)
-    except ValueError:
-        return {"unknown": "arguments"}
-    return values if isinstance(values, dict) else {"unknown": "arguments"}
-
-
 def _read(path: str) -> bytes | None:
     try:
         with open(path, "rb") as file:
             return file.read()
     except FileNotFoundError:
         return None
-
-
-def some(keys: list[bytes]) -> str:
-    """A few names and how many more there are."""
-    shown = ", ".join(printable(os.fsdecode(key)) for key in keys[:_NAMED])
-    return shown + (f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "")
 
 
 def _write_all(
@@ -361,7 +234,7 @@ def _verify_one(path: bytes, size: int, expected: int) -> StorageError | None:
     name, found, value = os.fsdecode(path), 0, 0
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            while block := file.read(_BLOCK):
+            while block := file.read(BLOCK):
                 found += len(block)
                 value = checksum(block, value)
     except OSError as error:

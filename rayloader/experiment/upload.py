@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from rayloader.catalog import SUFFIX, Catalog, Ticker
 from rayloader.errors import CatalogError, EmptyCatalog, OptionError, UsageError, printable
-from rayloader.experiment.generate import (
+from rayloader.experiment.recipe import (
     RECIPE,
     UNFINISHED,
     Recipe,

@@ -23,7 +23,9 @@ from rayloader.errors import (
     UsageError,
 )
 from rayloader.experiment import generate as generate_module
-from rayloader.experiment.generate import checksum, generate, verify
+from rayloader.experiment import recipe as recipe_module
+from rayloader.experiment.generate import generate, verify
+from rayloader.experiment.recipe import Recipe, checksum
 
 
 @pytest.fixture
@@ -84,7 +86,8 @@ def test_the_data_cannot_be_compressed(data):
 
 def test_bytes_of_a_large_file_do_not_repeat_from_block_to_block(data, monkeypatch):
     whole = contents(generate(data, 1, 50_003, seed=9))[0]
-    monkeypatch.setattr(generate_module, "_BLOCK", 4096)
+    monkeypatch.setattr(recipe_module, "BLOCK", 4096)
+    monkeypatch.setattr(generate_module, "BLOCK", 4096)
     in_blocks = generate(data.with_name("again"), 1, 50_003, seed=9)
     assert contents(in_blocks)[0] == whole
     verify(in_blocks)
@@ -354,7 +357,7 @@ def test_a_directory_that_may_not_be_written_is_named(as_somebody):
 
 def test_a_full_disk_names_the_file():
     """/dev/full takes the bytes and then says that there is no room."""
-    recipe = generate_module.Recipe(1, 100_000, 0, 0, 0)
+    recipe = Recipe(1, 100_000, 0, 0, 0)
     with pytest.raises(StorageError, match="/dev/full: No space left on device"):
         generate_module._write_one(recipe, 0, b"/dev/full", 100_000)
 
