@@ -202,7 +202,8 @@ def _launch(dlio: Dlio, case: Case, place: Path, remedy: str) -> str:
                 os.killpg(started.pid, signal.SIGTERM)
                 started.wait(30)
     said = log.read_text(errors="replace")
-    if status != 0:
+    # In-process, mlcommons' fork leaves MPI without a word after a run that is complete.
+    if status != 0 and not (place / "out" / "summary.json").exists():
         raise ContenderFailed(f"{' '.join(command)}: status {status}\n{said[-3000:]}")
     return said
 
