@@ -366,9 +366,12 @@ def _show(result: ReadResult, json_file: str | None) -> None:
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]
-    """Whole numbers with commas between them."""
+    """Whole numbers with commas between them, or sizes."""
 
     name = "numbers"
+
+    def __init__(self, each: Callable[[str], int] = int) -> None:
+        self._each = each
 
     def convert(
         self, value: Any, parameter: click.Parameter | None, context: click.Context | None
@@ -377,7 +380,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
         if isinstance(value, tuple):
             return value
         try:
-            return tuple(int(part) for part in str(value).split(","))
+            return tuple(self._each(part) for part in str(value).split(","))
         except ValueError:
             self.fail(f"{value!r} is not like 1,2,4", parameter, context)
 
@@ -393,6 +396,14 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
     default="1,8,64",
     help="Ceilings on reads in flight per rank.",
 )
+@option(
+    "--size",
+    "sizes",
+    type=Numbers(size),
+    metavar="SIZE,…",
+    help="Make files of each size below SRC first, and measure each.",
+)
+@option("--files", type=int, default=1000, help="With --size: how many of each.")
 @option("--epochs", type=int, default=2, help="Measured in each trial, after one of warm-up.")
 @option("--repeats", type=int, default=3, help="Trials of each point.")
 @option(
@@ -425,6 +436,7 @@ def sweep_command(
     out: str,
     ranks: tuple[int, ...],
     concurrency: tuple[int, ...],
+    sizes: tuple[int, ...] | None,
     order_seed: int,
     compute_seconds: float,
     touch: bool,
@@ -440,14 +452,40 @@ def sweep_command(
     from rayloader.fleet.fleet import Fleet
 
     how = {name: given.pop(name) for name in ("epochs", "repeats", "cache")}
-    options = Options.of(given)
+    files, options = given.pop("files"), Options.of(given)
     one_or_many = _one_or_many(source)
-    _access(one_or_many, options)
-    with Fleet(
-        one_or_many, min(ranks), compute_seconds=compute_seconds, touch=touch, options=options
-    ) as fleet:
-        table = fleet.sweep(ranks, concurrency, seed=order_seed, out=out, **how)
-    _show_sweep(table, page.write(table, out))
+    access = _access(one_or_many, options)
+
+    def measure(what: Any, place: str) -> Any:
+        with Fleet(
+            what, min(ranks), compute_seconds=compute_seconds, touch=touch, options=options
+        ) as fleet:
+            return fleet.sweep(ranks, concurrency, seed=order_seed, out=place, **how)
+
+    if sizes is None:
+        table = measure(one_or_many, out)
+        _show_sweep(table, page.write(table, out))
+        return
+    if len(source) > 1:
+        raise OptionError("--size makes files below one directory, and several sources are given")
+    tables = []
+    for size_ in sorted(sizes):
+        place = os.path.join(out, str(size_))
+        tables.append(
+            measure(_made(f"{source[0].rstrip('/')}/{size_}", files, size_, access), place)
+        )
+        _show_sweep(tables[-1], page.write(tables[-1], place))
+    for path in page.write_sizes(tables, out):
+        click.echo(printable(path))
+
+
+def _made(directory: str, files: int, size_: int, access: Access) -> Any:
+    """Test files of one size, and their catalog; those that are there already are left."""
+    from rayloader.experiment.generate import generate
+    from rayloader.experiment.live import Counting
+
+    with Counting(_console(stderr=True), "files written", files) as counting:
+        return generate(directory, files, size_, progress=counting, access=access)
 
 
 @_command("report")
@@ -457,6 +495,13 @@ def report_command(directory: str, baseline: str | None) -> None:
     """Draw the report of a sweep again, from the records in DIR, or compare two sweeps."""
     from rayloader.experiment import page, sweep
 
+    if several := sweep.load_sizes(directory):
+        if baseline is not None:
+            raise OptionError("--baseline compares two sweeps: give a directory of one size")
+        tables = [sweep.table_of(records) for records in several]
+        for path in page.write_sizes(tables, directory):
+            click.echo(printable(path))
+        return
     table = sweep.table_of(sweep.load(directory))
     other = sweep.table_of(sweep.load(baseline)) if baseline is not None else None
     sweep.save_table(table, directory)

@@ -21,7 +21,8 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 0 auto;
   max-width: 76rem; padding: 1.2rem; }
 h1 { font-size: clamp(1.4rem, 4.5vw, 2.4rem); line-height: 1.2; margin: 0 0 .4rem; }
-h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
+h2 { font-size: 1.3rem; margin: 2.5rem 0 .5rem; }
+h3 { font-size: 1.1rem; margin: 1.5rem 0 .5rem; }
 .why { font-size: 1.1rem; max-width: 60rem; margin: 0; }
 .small { color: #555; font-size: .9rem; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr));
@@ -32,39 +33,87 @@ svg { width: 100%; height: auto; display: block; }
 td, th { border-bottom: 1px solid #e4e4e4; vertical-align: top; }
 .warning { background: #fff3d6; border-left: 4px solid #e69f00; padding: .5rem .8rem; }
 @media print { body { padding: 0; font-size: 11px; } .figures { grid-template-columns: 1fr 1fr; }
-  .wide { overflow: visible; } h2 { break-after: avoid; } tr { break-inside: avoid; } }
+  .wide { overflow: visible; } h2, h3 { break-after: avoid; } tr { break-inside: avoid; } }
 """
 
 
 def page(table: pa.Table, baseline: pa.Table | None = None) -> str:
-    """The page, which needs no other file and no network.
+    """The page of a sweep, which needs no other file and no network.
 
     Raises:
         ReceiptError: there is no measured epoch.
         UsageError: matplotlib is not installed.
     """
+    title = plot.headline(measured(table))
+    return _document(title, [f"<h1>{html.escape(title)}</h1>", *_parts(table, baseline)])
+
+
+def page_of_sizes(tables: Sequence[pa.Table]) -> str:
+    """The page of several sweeps that differ in the size of their files, by size.
+
+    Raises:
+        ReceiptError: one has no measured epoch.
+        UsageError: matplotlib is not installed.
+    """
+    each = [(sweep.file_bytes(table), measured(table)) for table in tables]
+    best = max((found for _, found in each), key=lambda found: sweep.verdict(found).best.rate)
+    rate = sweep.verdict(best).best.rate
+    unit, divisor = plot.unit_of(best)
+    size = next(size for size, found in each if found is best)
+    title = f"Fastest with files of {plot.size_of(size)}: {rate / divisor:.3g} {unit}"
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        f'<div class="figures"><figure>{plot.svg_of_sizes(each)}</figure></div>',
+        f'<div class="wide">{_sizes(each).html()}</div>',
+    ]
+    for (size, found), table in zip(each, tables, strict=True):
+        heading = f"Files of {plot.size_of(size)}: {plot.headline(found)}"
+        parts += [f"<h2>{html.escape(heading)}</h2>", *_parts(table, None, f"{size:.0f} ")]
+    return _document(title, parts)
+
+
+def _document(title: str, parts: Sequence[str]) -> str:
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>"
+        f"<body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _parts(table: pa.Table, baseline: pa.Table | None, salt: str = "") -> list[str]:
+    """What a page says of one sweep, below its headline; ``salt`` keeps its figures' ids apart."""
     found = measured(table)
     before = measured(baseline) if baseline is not None else []
     about, seen = sweep.about(table), sweep.verdict(found)
     figures = "".join(
-        f"<figure>{plot.svg(name, found, before)}</figure>" for name in _wanted(found)
+        f"<figure>{plot.svg(name, found, before, salt)}</figure>" for name in _wanted(found)
     )
-    parts = [
-        f"<h1>{html.escape(plot.headline(found))}</h1>",
+    return [
         f'<p class="why">{html.escape(_why(seen))}</p>',
         f'<p class="small">{html.escape(_what(about))}</p>',
         *(f'<p class="warning">{html.escape(text)}</p>' for text in _warnings(found, about)),
         f'<div class="figures">{figures}</div>',
-        f'<h2>Every point</h2><div class="wide">{grid(found, before).html()}</div>',
-        f'<h2>How it was measured</h2><div class="wide">{_environment(about).html()}</div>',
+        f'<h3>Every point</h3><div class="wide">{grid(found, before).html()}</div>',
+        f'<h3>How it was measured</h3><div class="wide">{_environment(about).html()}</div>',
         f'<p class="small">{html.escape(_method(about))}</p>',
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(plot.headline(found))}</title><style>{_STYLE}</style></head>"
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
+
+
+def _sizes(each: Sequence[tuple[float, list[Point]]]) -> Grid:
+    """A row per size of files: its best point."""
+    rows = []
+    for size, found in each:
+        seen, (unit, divisor) = sweep.verdict(found), plot.unit_of(found)
+        stops = str(seen.stops_at) if seen.stops_at is not None else "-"
+        rows.append(
+            (plot.size_of(size), f"{seen.best.rate / divisor:.3g} {unit}",
+             f"{seen.best.files_rate:,.0f}", str(seen.best.ranks), str(seen.best.concurrency),
+             stops, seen.best.limit)
+        )  # fmt: skip
+    columns = ("size", "best", "files/s", "ranks", "in flight\nper rank", "scaling\nstops at",
+               "<limit")  # fmt: skip
+    return Grid("", columns, tuple(rows))
 
 
 def measured(table: pa.Table) -> list[Point]:
@@ -81,12 +130,21 @@ def measured(table: pa.Table) -> list[Point]:
 
 def write(table: pa.Table, directory: str, baseline: pa.Table | None = None) -> list[str]:
     """Write the page and the pictures into a directory; their paths."""
-    target = os.path.join(directory, PAGE)
-    with open(target, "w", encoding="utf-8") as file:
-        file.write(page(table, baseline))
     picture = os.path.join(directory, "sweep.png")
     plot.plot(table, baseline).savefig(picture, dpi=130)
-    return [target, picture]
+    return [_written(page(table, baseline), directory), picture]
+
+
+def write_sizes(tables: Sequence[pa.Table], directory: str) -> list[str]:
+    """Write the page of several sizes into a directory; its path."""
+    return [_written(page_of_sizes(tables), directory)]
+
+
+def _written(text: str, directory: str) -> str:
+    target = os.path.join(directory, PAGE)
+    with open(target, "w", encoding="utf-8") as file:
+        file.write(text)
+    return target
 
 
 def grid(found: Sequence[Point], before: Sequence[Point] = ()) -> Grid:

@@ -85,16 +85,58 @@ def unit_of(found: Sequence[Point]) -> tuple[str, float]:
     return ("GB/s", GB) if max(point.rate for point in found) >= 0.2 * GB else ("MB/s", MB)
 
 
-def svg(name: str, found: Sequence[Point], before: Sequence[Point] = ()) -> str:
+def size_of(size: float) -> str:
+    """A file's size, in words."""
+    for divisor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= divisor:
+            return f"{size / divisor:.3g} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def svg(name: str, found: Sequence[Point], before: Sequence[Point] = (), salt: str = "") -> str:
     """One of :data:`PANELS` as an SVG element, the same for the same points.
+
+    Args:
+        name: which.
+        found: what to draw.
+        before: the baseline's points.
+        salt: of ids in the element, which must differ within a page.
 
     Raises:
         UsageError: matplotlib is not installed.
     """
+    return _svg(salt + name, lambda axes: PANELS[name](axes, found, before))
+
+
+def svg_of_sizes(each: Sequence[tuple[float, Sequence[Point]]]) -> str:
+    """The best point of each size of files, against the size, as an SVG element."""
+
+    def draw(axes: Any) -> None:
+        best = [(size, verdict(found).best) for size, found in each]
+        unit, divisor = unit_of([point for _, point in best])
+        sizes = [size for size, _ in best]
+        axes.plot(sizes, [point.rate / divisor for _, point in best], "o-", color=_COLOURS[0])
+        for size, point in best:
+            axes.annotate(
+                point.limit, (size, point.rate / divisor), (0, 7), textcoords="offset points",
+                ha="center", fontsize=8, color="#444444",
+            )  # fmt: skip
+        axes.set_xscale("log")
+        axes.margins(0.15)
+        axes.set_ylim(bottom=0)
+        axes.set_xticks(sizes, [size_of(size) for size in sizes])
+        axes.minorticks_off()
+        axes.set_title("Best throughput against the size of files")
+        axes.set_ylabel(unit)
+
+    return _svg("sizes", draw)
+
+
+def _svg(salt: str, draw: Callable[[Any], None]) -> str:
     matplotlib = _matplotlib()
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}):
         figure = _figure(matplotlib, 5.4, 3.7)
-        PANELS[name](figure.subplots(), found, before)
+        draw(figure.subplots())
         page = io.StringIO()
         figure.savefig(page, format="svg", metadata={"Date": None})
     text = page.getvalue()

@@ -196,6 +196,18 @@ def load(directory: str) -> list[dict[str, Any]]:
     return lines
 
 
+def load_sizes(directory: str) -> list[list[dict[str, Any]]]:
+    """The records of several sweeps below a directory, each in one named by its files' size.
+
+    Empty where the directory has records of its own, or none below it.
+    """
+    if os.path.exists(os.path.join(directory, RECORDS)) or not os.path.isdir(directory):
+        return []
+    below = [os.path.join(directory, name) for name in os.listdir(directory) if name.isdigit()]
+    found = [load(place) for place in below if os.path.exists(os.path.join(place, RECORDS))]
+    return sorted(found, key=lambda records: (records[0]["bytes"] or 0) / records[0]["entries"])
+
+
 def _whole_lines(path: str) -> list[dict[str, Any]]:
     """The records; a last line that was cut short is removed, also from the file.
 
@@ -280,6 +292,12 @@ def about(table: pa.Table) -> dict[str, Any]:
         raise ReceiptError("this table is of no sweep: it has lost its metadata")
     found: dict[str, Any] = json.loads(metadata[ABOUT])
     return found
+
+
+def file_bytes(table: pa.Table) -> float:
+    """Mean size of the files that a table is of; 0 where nobody knows [bytes]."""
+    one = about(table)["sweep"]
+    return float((one["bytes"] or 0) / one["entries"])
 
 
 def save_table(table: pa.Table, directory: str) -> None:

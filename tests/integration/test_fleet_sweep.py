@@ -78,13 +78,15 @@ def test_the_page_cache_is_made_as_asked_and_looked_at(fleet, directory, cache):
     assert [row["cached_before"] for row in measured] == [1.0 if cache == "hot" else 0.0] * 2
 
 
-def test_the_commands_measure_and_draw(directory, tmp_path):
-    def run(*words):
-        return subprocess.run(
-            [sys.executable, "-m", "rayloader.cli", *words],
-            cwd=ROOT, capture_output=True, text=True, timeout=100,
-        )  # fmt: skip
+def run(*words):
+    """Run the command."""
+    return subprocess.run(
+        [sys.executable, "-m", "rayloader.cli", *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
 
+
+def test_the_commands_measure_and_draw(directory, tmp_path):
     out = str(tmp_path / "out")
     ran = run("sweep", str(directory), "--ranks", "1", "--concurrency", "2,8", "--repeats", "1",
               "--epochs", "1", "--batch-size", "4", "--out", out)  # fmt: skip
@@ -102,3 +104,15 @@ def test_the_commands_measure_and_draw(directory, tmp_path):
     nothing = run("report", str(tmp_path))
     assert nothing.returncode == 2
     assert "no records of a sweep" in nothing.stderr
+
+
+@pytest.mark.timeout(120)
+def test_files_of_several_sizes_are_made_and_measured(tmp_path):
+    out = str(tmp_path / "out")
+    ran = run("sweep", str(tmp_path / "made"), "--size", "1kB,50kB", "--files", "40",
+              "--ranks", "1", "--concurrency", "4", "--repeats", "1", "--epochs", "1",
+              "--out", out)  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(os.listdir(out)) == ["1000", "50000", "report.html"]
+    assert "Fastest with files of" in (tmp_path / "out" / "report.html").read_text()
+    assert run("report", out).stdout.strip() == f"{out}/report.html"

@@ -213,6 +213,24 @@ def test_two_sweeps_are_compared(table, about):
     assert {row[4] for row in grid.rows} == {"2.00 x"}
 
 
+def test_sweeps_of_several_sizes_are_one_page(about, tmp_path):
+    for size in (4_000_000, 1000):
+        one = {**about, "bytes": size * about["entries"]}
+        directory = tmp_path / "out" / str(size)
+        for line in records(one)[1:]:
+            Records(str(directory), one).add(line)
+    several = sweep.load_sizes(str(tmp_path / "out"))
+    tables = [sweep.table_of(each) for each in several]
+    assert [sweep.file_bytes(table) for table in tables] == [1000, 4_000_000]
+    text = page.page_of_sizes(tables)
+    assert "<h1>Fastest with files of 1 kB: 2.24 GB/s" in text
+    assert "Files of 4 MB: Scaling stops at 2 ranks" in text
+    assert text.count("<svg") == 1 + 2 * 4
+    ids = re.findall(r'clipPath id="(.*?)"', text)
+    assert len(ids) == len(set(ids))
+    assert sweep.load_sizes(str(tmp_path / "out" / "1000")) == []
+
+
 def browser():
     return shutil.which("chromium") or shutil.which("google-chrome")
 
