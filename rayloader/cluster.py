@@ -575,6 +575,8 @@ def _import_ray(where: RayAddress | None) -> None:
     """Import ray with what it reads at import in place."""
     if "ray" in sys.modules:
         return
+    # In a notebook it would tell the user to install widgets.
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
     names = _DRIVER_ENVIRONMENT if where is not None else _DRIVER_ENVIRONMENT[:1]
     with _environment({name: PRIVATE_ENVIRONMENT[name] for name in names}):
         import ray  # noqa: F401

@@ -201,6 +201,11 @@ class FleetWatch:
         self._console.print(Text(text, style="yellow"), soft_wrap=not self._console.is_terminal)
 
 
+def console_of_progress() -> Console:
+    """Where progress goes: beside the result on a terminal, and into the page of a notebook."""
+    return Console(stderr=not _notebook(), highlight=False)
+
+
 class SweepWatch:
     """Shows how a sweep goes on: a bar of the trials, and a line for each. A context."""
 

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
-from rich.console import Console
 
 from rayloader.catalog import Catalog, Source
 from rayloader.config import Options
 from rayloader.errors import EmptyCatalog, OptionError, UsageError
 from rayloader.experiment.grid import Grid
-from rayloader.experiment.live import FleetWatch, SweepWatch
+from rayloader.experiment.live import FleetWatch, SweepWatch, console_of_progress
 from rayloader.experiment.sweep import (
     Cache,
     Records,
@@ -214,7 +213,7 @@ class Fleet:
                 raise UsageError("an epoch is running: wait for its report(), or stop() it")
             self.open()
             assert self._crew is not None
-            watch = FleetWatch(Console(stderr=True, highlight=False), self._progress)
+            watch = FleetWatch(console_of_progress(), self._progress)
             run = Epoch(self._crew, number, self._compute_seconds, self._touch, watch)
             self._running = RunningEpoch(run, watch, self._crew, self._compute_seconds)
             self._epoch = number + 1
@@ -314,7 +313,7 @@ class Fleet:
         about = subject(plan, catalog, self._options, self._compute_seconds, self._touch)
         records = Records(directory, about)
         records.add(session(catalog, self._options))
-        watching = SweepWatch(Console(stderr=True, highlight=False), self._progress)
+        watching = SweepWatch(console_of_progress(), self._progress)
         shown, self._progress = self._progress, False
         try:
             with watching:
