@@ -93,6 +93,8 @@ class Epoch:
         self._failure: BaseException | None = None
         self._asked_at = 0.0
         self._wanted: int | None = None
+        self._too_late = False
+        """Every step has begun: the ranks change no more."""
         self._settled = threading.Condition()
         self._ended = False
 
@@ -101,7 +103,8 @@ class Epoch:
     def change_ranks(self, ranks: int) -> None:
         """Have so many ranks read on, which must have been started; waits until they do.
 
-        It changes nothing in an epoch that is about to end.
+        It changes nothing in an epoch that is about to end, and waits until that has ended: the
+        ranks that are to go may be reading its last step.
         """
         with self._settled:
             self._wanted = ranks
@@ -128,7 +131,7 @@ class Epoch:
                 if self._failure is not None:
                     self._give_up()
                     raise self._failure
-                if self._wanted is not None and self._stop is None:
+                if self._wanted is not None and self._stop is None and not self._too_late:
                     self._cut()
                 if not self._pending and self._stop is not None:
                     self._go_on()
@@ -252,8 +255,7 @@ class Epoch:
             self._stop = stop
         for member in members:
             self._call(member, "until", stop if stop < steps else ALL)
-        if stop >= steps:
-            self._changed()
+        self._too_late = stop >= steps
 
     def _steps(self) -> int:
         """Of each rank in the running cut [batches]."""

@@ -143,6 +143,17 @@ def test_scaled_while_an_epoch_runs_what_is_left_is_dealt_out_anew(fleet, everyt
     assert fleet.pids == before
 
 
+def test_ranks_that_are_to_go_finish_the_last_step_first(directory, everything):
+    """Every rank has but one step, and has begun it: there is nothing to deal out anew."""
+    with rayloader.Fleet(directory, ranks=3, batch_size=FILES, progress=False) as one:
+        one.compute_seconds = 1.0
+        running = one.start_epoch()
+        time.sleep(0.3)
+        one.scale(ranks=2)
+        require_each_once(running.report(), everything)
+        assert len(one.pids) == 2
+
+
 def test_a_consumer_that_dies_is_replaced_and_each_sample_counts_once(fleet, everything):
     fleet.compute_seconds = 0.1
     running = fleet.start_epoch()
