@@ -2,7 +2,8 @@
 # tests into .venv-dlio; nothing outside.
 #
 #   make demo     read 1,000 files on two ranks, with torch's DataLoader beside it
-#   make test     every test
+#   make test     the tests, but for the slow ones
+#   make test-slow   the slow ones: several nodes, notebooks, two DLIO jobs
 #   make check    style, types
 #   make bench    the figures of the README; takes about 12 minutes of a quiet machine
 #   make bench-objects   the same for object storage; 15 minutes
@@ -19,14 +20,17 @@ NATIVE := setup.py $(wildcard rayloader/storage/*.c rayloader/storage/*.h)
 DEMO_FILES ?= 1000
 DEMO_SIZE ?= 322624
 
-.PHONY: demo test check bench bench-objects docs clean
+.PHONY: demo test test-slow check bench bench-objects docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/rayloader generate data/demo --files $(DEMO_FILES) --size $(DEMO_SIZE)
 	$(BIN)/rayloader read data/demo --ranks 2 --epochs 3 --batch-size 24 --compare torch
 
 test: $(VENV)/.installed-test $(DLIO)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.installed-test $(DLIO)/.installed
+	$(BIN)/python -m pytest -m slow
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

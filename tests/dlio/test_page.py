@@ -15,7 +15,7 @@ PAGE = ROOT / "examples" / "dlio"
 WORKLOADS = sorted((PAGE / "workload").glob("*.yaml"))
 TEXT = (PAGE / "README.md").read_text()
 FILES = 60
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 READ = """
 import json, sys

@@ -14,7 +14,7 @@ from tests.dlio.truth import fingerprint, prefix
 FILES, BATCH, STEPS, EPOCHS = 256, 32, 4, 2
 LATENCY = 0.02
 """Of a read [s]."""
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

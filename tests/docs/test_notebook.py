@@ -8,6 +8,8 @@ import pytest
 
 from rayloader.experiment.generate import generate
 
+pytestmark = pytest.mark.slow
+
 nbclient = pytest.importorskip("nbclient", reason="executes the notebook")
 nbformat = pytest.importorskip("nbformat")
 ROOT = Path(__file__).resolve().parents[2]

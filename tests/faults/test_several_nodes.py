@@ -17,7 +17,7 @@ import pytest
 
 from tests.census import Census, read
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 FILES = 12
 
 

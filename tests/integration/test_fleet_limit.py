@@ -10,6 +10,8 @@ import rayloader
 from rayloader import cluster
 from tests import slow_mount
 
+pytestmark = pytest.mark.slow
+
 needs_slow_mount = pytest.mark.skipif(
     not slow_mount.available(), reason="needs root and /dev/fuse for a slow file system"
 )

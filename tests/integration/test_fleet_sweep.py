@@ -11,6 +11,8 @@ import rayloader
 from rayloader import cluster
 from rayloader.experiment import sweep
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -106,7 +108,6 @@ def test_the_commands_measure_and_draw(directory, tmp_path):
     assert "no records of a sweep" in nothing.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_files_of_several_sizes_are_made_and_measured(tmp_path):
     out = str(tmp_path / "out")
