@@ -48,8 +48,10 @@ class Sizes:
     def __init__(self) -> None:
         self._catalog: Catalog | None = None
         self._known: Int64s | None = None
+        """By entry. Unless shared, the size plus one, so that pages which nothing was learned for
+        are never touched."""
         self._shared = False
-        """The catalog's own, which a node's ranks have in common."""
+        """They are the catalog's own, which a node's ranks have in common."""
 
     def turn_to(self, catalog: Catalog) -> None:
         """From now on entries are this catalog's."""
@@ -59,13 +61,14 @@ class Sizes:
         self._shared = catalog.sizes is not None
         learns = not is_object(catalog.root) and len(catalog) <= SIZES_REMEMBERED
         if self._known is None and learns:
-            self._known = np.full(len(catalog), -1, np.int64)
+            self._known = np.zeros(len(catalog), np.int64)
 
     def of(self, entries: Int64s) -> Int64s:
         """Their sizes, int64 [n], -1 where unknown [bytes]."""
         if self._known is None:
             return np.full(len(entries), -1, np.int64)
-        return self._known[entries]
+        known = self._known[entries]
+        return known if self._shared else known - 1
 
     def learn(self, entries: Int64s, sizes: Int64s) -> None:
         """They have been measured."""
@@ -74,8 +77,8 @@ class Sizes:
         if self._shared:
             if len(self._known) > SIZES_REMEMBERED:
                 return
-            self._known, self._shared = self._known.copy(), False
-        self._known[entries] = sizes
+            self._known, self._shared = self._known + 1, False
+        self._known[entries] = sizes + 1
 
     def forget(self, entries: Int64s) -> None:
         """They are not what they were."""
