@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rayloader import arena
 from rayloader.arena import Int64s, Layout
@@ -47,42 +48,46 @@ class Sizes:
 
     def __init__(self) -> None:
         self._catalog: Catalog | None = None
-        self._known: Int64s | None = None
-        """By entry. Unless shared, the size plus one, so that pages which nothing was learned for
-        are never touched."""
-        self._shared = False
-        """They are the catalog's own, which a node's ranks have in common."""
+        self._listed: Int64s | None = None
+        """The catalog's own sizes, which a node's ranks have in common."""
+        self._learned: npt.NDArray[np.uint32] | None = None
+        """By entry: the size plus one, 0 where it is unknown or takes more than 32 bits."""
 
     def turn_to(self, catalog: Catalog) -> None:
         """From now on entries are this catalog's."""
         if catalog is self._catalog:
             return
-        self._catalog, self._known = catalog, catalog.sizes
-        self._shared = catalog.sizes is not None
+        self._catalog, self._listed, self._learned = catalog, catalog.sizes, None
         learns = not is_object(catalog.root) and len(catalog) <= SIZES_REMEMBERED
-        if self._known is None and learns:
-            self._known = np.zeros(len(catalog), np.int64)
+        if self._listed is None and learns:
+            self._learned = np.zeros(len(catalog), np.uint32)
 
     def of(self, entries: Int64s) -> Int64s:
         """Their sizes, int64 [n], -1 where unknown [bytes]."""
-        if self._known is None:
-            return np.full(len(entries), -1, np.int64)
-        known = self._known[entries]
-        return known if self._shared else known - 1
+        if self._learned is not None:
+            return self._learned[entries].astype(np.int64) - 1
+        if self._listed is not None:
+            return self._listed[entries]
+        return np.full(len(entries), -1, np.int64)
 
     def learn(self, entries: Int64s, sizes: Int64s) -> None:
         """They have been measured."""
-        if self._known is None or (self._shared and (self._known[entries] == sizes).all()):
-            return
-        if self._shared:
-            if len(self._known) > SIZES_REMEMBERED:
+        if self._learned is None:
+            if self._listed is None or (self._listed[entries] == sizes).all():
                 return
-            self._known, self._shared = self._known + 1, False
-        self._known[entries] = sizes + 1
+            if len(self._listed) > SIZES_REMEMBERED:
+                return
+            self._learned = _packed(self._listed)
+        self._learned[entries] = _packed(sizes)
 
     def forget(self, entries: Int64s) -> None:
         """They are not what they were."""
         self.learn(entries, np.full(len(entries), -1, np.int64))
+
+
+def _packed(sizes: Int64s) -> npt.NDArray[np.uint32]:
+    fits = (sizes >= 0) & (sizes < np.iinfo(np.uint32).max)
+    return np.where(fits, sizes + 1, 0).astype(np.uint32)
 
 
 def planned(
