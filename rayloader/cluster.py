@@ -578,7 +578,10 @@ def _import_ray(where: RayAddress | None) -> None:
     # In a notebook it would tell the user to install widgets.
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
     names = _DRIVER_ENVIRONMENT if where is not None else _DRIVER_ENVIRONMENT[:1]
-    with _environment({name: PRIVATE_ENVIRONMENT[name] for name in names}):
+    changes = {name: PRIVATE_ENVIRONMENT[name] for name in names}
+    # A late call of some thread, when Ray has been left, would start another one.
+    changes["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    with _environment(changes):
         import ray  # noqa: F401
 
 

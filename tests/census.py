@@ -70,14 +70,14 @@ class Census:
         }
         return [*self.processes().values(), *sorted(os.listdir(self.tmp)), *sorted(shm)]
 
-    def gone(self, seconds, but=()):
-        """Wait until nothing is left, but for what has these names; the seconds it took.
+    def gone(self, seconds):
+        """Wait until nothing is left; the seconds it took.
 
         Raises:
             AssertionError: something is left after ``seconds``.
         """
         began = time.monotonic()
-        while left := [one for one in self.left() if one not in but]:
+        while left := self.left():
             assert time.monotonic() - began < seconds, f"left after {seconds} s: {left}"
             time.sleep(0.02)
         return time.monotonic() - began
