@@ -356,8 +356,11 @@ def test_a_file_under_a_lease_is_waited_for(root, opened):
         fcntl.fcntl(holder, F_SETLEASE, fcntl.F_WRLCK)
         reading = opened()
         group = reading.ask(root, [b"good"])
+        deadline = time.monotonic() + PATIENCE
+        while not broken and time.monotonic() < deadline:
+            assert not reading.readable(0.05)
+        assert broken == [signal.SIGIO]  # the kernel asked the holder for its lease
         assert not reading.readable(0.05)
-        assert broken == [signal.SIGIO]
         fcntl.fcntl(holder, F_SETLEASE, fcntl.F_UNLCK)
         assert not reading.wait(group).failures
         reading.storage.fetch(group, np.zeros(1, np.int64))
