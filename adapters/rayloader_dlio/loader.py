@@ -14,8 +14,9 @@ from dlio_benchmark.utils import utility
 from mpi4py import MPI
 from torch.utils.data import IterableDataset
 
+from rayloader_dlio.epoch import Epoch
 from rayloader_dlio.ranks import ExitWatch
-from rayloader_dlio.session import Epoch, Session, session
+from rayloader_dlio.session import Session, session
 
 _loading = utility.Profile(MODULE_DATA_LOADER)
 _reading = utility.Profile(MODULE_DATA_READER)

@@ -1,7 +1,8 @@
 """What each rank read in each epoch, as JSON lines beside DLIO's output.
 
 ``rayloader receipt check DIR`` recomputes from them what they claim. The names of the fields are
-those of ``rayloader.receipt.Receipt`` and, for what only DLIO's run has, of :func:`record`.
+those of ``rayloader.receipt.Receipt`` and, for what only DLIO's run has, of
+:func:`rayloader_dlio.epoch.record`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import time
 from collections.abc import Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
@@ -25,11 +26,6 @@ import numpy as np
 import rayloader
 from rayloader import Catalog
 from rayloader.receipt import Fingerprint, name_hashes
-from rayloader_dlio import kernel
-from rayloader_dlio.settings import record_bytes
-
-if TYPE_CHECKING:
-    from rayloader_dlio.session import Epoch, Session
 
 FORMAT = 1
 """Of a record; readers refuse a later one."""
@@ -114,13 +110,19 @@ class Run:
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, session: Session, environ: Mapping[str, str]) -> Run:
-        """What is known at the start."""
+    def of(cls, run: str, args: Any, environ: Mapping[str, str]) -> Run:
+        """What is known at the start.
+
+        Args:
+            run: its identity, which no record may give away.
+            args: DLIO's.
+            environ: this rank's.
+        """
         return cls(
-            hashlib.sha256(f"receipt {session.ranks.run}".encode()).hexdigest()[:16],
+            hashlib.sha256(f"receipt {run}".encode()).hexdigest()[:16],
             platform.node(),
             environment(environ),
-            versions(session.args),
+            versions(args),
         )
 
 
@@ -153,85 +155,6 @@ def remove_old(folder: str) -> None:
         for name in os.listdir(folder):
             if _FILE.fullmatch(name):
                 os.unlink(os.path.join(folder, name))
-
-
-def record(epoch: Epoch) -> dict[str, Any]:
-    """Everything that is known of one reading.
-
-    Beside the receipt's own fields: ``part`` (train or valid); ``epoch`` (DLIO's number) and
-    ``reading`` (the reader's); ``steps_expected`` and ``steps_yielded``; ``files_assigned``,
-    ``files_read``, ``files_remainder``; ``assigned_hash`` and ``assigned_order_hash`` of the files
-    that the steps need, as ``read_hash`` and ``order_hash`` are of those read; ``share_hash`` of
-    all that DLIO assigned; ``dataset_hash`` of this rank's slice of all files (the ranks' add up);
-    ``bytes_nominal`` as DLIO reckons; ``bytes_files``; ``bytes_delivered``;
-    ``bytes_in_excluded_steps``: read before the first step that AU counts, or for the last that it
-    does not; ``resident_bytes_before`` by a sample; ``device_bytes`` and ``cpu_ray`` of everybody
-    on the node, the latter since the record before; times in seconds.
-    """
-    session, share, measure = epoch.session, epoch.share, epoch.measure
-    assert share is not None
-    assert measure is not None
-    receipt = epoch.receipt
-    read = epoch.hashes.result() if epoch.hashes is not None else Hashed()
-    rest = epoch.all_hashes.result() if epoch.all_hashes is not None else Hashed()
-    slice_ = session.slices[epoch.train]
-    device = measure.device_bytes
-    options, launch = session.settings.options, session.ranks.launch
-    per_file = int(session.args.num_samples_per_file)
-    batch_size = session.args.batch_size if epoch.train else session.args.batch_size_eval
-    nominal = share.steps * int(batch_size) * record_bytes(session.args)
-    resident = epoch.resident
-    return {
-        **receipt,
-        "format": FORMAT,
-        "run": session.run.name,
-        "part": "train" if epoch.train else "valid",
-        "epoch": epoch.number,
-        "reading": receipt["epoch"],
-        "local_rank": launch.local_rank,
-        "local_world_size": launch.local_world_size,
-        "host": session.run.host,
-        "batch_size": int(batch_size),
-        "num_samples_per_file": per_file,
-        "steps_expected": share.steps,
-        "steps_yielded": epoch.steps_yielded,
-        "files_assigned": len(share.files) + len(share.rest),
-        "files_read": receipt["files"],
-        "files_remainder": len(share.rest),
-        "assigned_hash": f"{read.content:016x}",
-        "assigned_order_hash": f"{read.order:016x}",
-        "share_hash": f"{(read.content + rest.content) % (1 << 64):016x}",
-        "dataset_hash": f"{slice_.content:016x}",
-        "dataset_files": slice_.files,
-        "bytes_nominal": nominal,
-        "bytes_files": receipt["bytes"],
-        "bytes_delivered": receipt["bytes"] if options.deliver else 0,
-        "bytes_in_excluded_steps": epoch.excluded_bytes,
-        "deliver": options.deliver,
-        "read_ahead_batches_max": session.read_ahead_most(),
-        "read_ahead_batches_dlio": session.settings.dlio_read_ahead,
-        "node_in_flight_ceiling": options.concurrency * launch.local_world_size,
-        "storage": session.settings.storage,
-        "fs_type": session.mount.fs_type if session.mount else session.settings.storage,
-        "mount_options": session.mount.options if session.mount else None,
-        "ray_files_apart": session.apart,
-        "resident_bytes_before": None if resident is None else int(resident * receipt["bytes"]),
-        "resident_sampled_files": kernel.SAMPLED_FILES if resident is not None else 0,
-        "device_bytes": device,
-        "device_bytes_why": None if device is not None else kernel.why_no_device(session.mount),
-        "cpu_trainer": measure.cpu,
-        "cpu_ray": session.ray.cpu_seconds(receipt["reader_pid"]),
-        "affinity_trainer": sorted(os.sched_getaffinity(0)),
-        "pid": os.getpid(),
-        "wall_s": measure.seconds,
-        "stall_p50": kernel.percentile(epoch.waits, 0.50),
-        "stall_p99": kernel.percentile(epoch.waits, 0.99),
-        "gap_dlio_s": epoch.gap_dlio,
-        "gap_ours_s": epoch.gap_ours,
-        "options": options.asdict(),
-        "env": session.run.env,
-        "versions": session.run.versions,
-    }
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -18,7 +18,6 @@ import contextlib
 import itertools
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -32,9 +31,6 @@ from rayloader_dlio.settings import Settings, record_bytes, settings
 
 FLATTERING_SHARE = 0.05
 """Of an epoch's steps: more read-ahead than this, and DLIO's AU says little of the storage."""
-
-Report = Callable[[list[int]], None]
-"""Told the sizes of a batch's files, as DLIO's readers tell its tracer [bytes]."""
 
 _current: Session | None = None
 
@@ -96,7 +92,7 @@ class Session:
         self._clerk = ThreadPoolExecutor(1, "rayloader-records")
         """Hashes names and writes records while DLIO goes on."""
         self._written: Future[None] | None = None
-        self.run = records.Run.of(self, environ)
+        self.run = records.Run.of(self.ranks.run, args, environ)
         self.writer = self._open_records()
         self.ray = kernel.RayProcesses()
         self.mount = kernel.mount_of(args.data_folder) if self._reads_files else None
@@ -266,125 +262,6 @@ class Session:
         if self.trained < int(self.args.epochs):
             self.ranks.abort_at_exit()
         self.close()
-
-
-class Epoch:
-    """One reading of training or validation data, from DLIO's first ``next()`` to ``finalize``."""
-
-    def __init__(self, session: Session, train: bool, item: Any, report: Report) -> None:
-        """Prepare; nothing is listed, looked up or read before the first ``next()``.
-
-        Args:
-            session: whose reader reads.
-            train: training, or validation.
-            item: what DLIO gets for a batch.
-            report: told the sizes of every batch's files.
-        """
-        self.session = session
-        self.train = train
-        self._item = item
-        self._report = report
-        self.number = session.trained + 1 if train else max(session.trained, 1)
-        self.steps_yielded = 0
-        self.waits: list[float] = []
-        """Time that DLIO waited for each step [s]."""
-        self.gap_dlio = self.gap_ours = 0.0
-        self.excluded_bytes = 0
-        self.measure: records.Measure | None = None
-        self.share: Share | None = None
-        self.hashes: Future[records.Hashed] | None = None
-        self.all_hashes: Future[records.Hashed] | None = None
-        self.resident: float | None = None
-        self.receipt: dict[str, Any] = {}
-        self._ended = False
-
-    def batches(self) -> Iterator[Any]:
-        """DLIO's items, one for each step, each when its files have been read."""
-        called = time.perf_counter()
-        try:
-            yield from self._read(called)
-        except Exception as error:
-            part = "training" if self.train else "validation"
-            error.add_note(f"{part}, DLIO's epoch {self.number}, step {self.steps_yielded + 1}")
-            self.session.ranks.abort(error)
-            raise
-        finally:
-            self._leave()
-
-    def account(self) -> None:
-        """Write the record of this reading. Idempotent; nothing for one that never began."""
-        began = time.perf_counter()
-        self._leave()
-        if self.measure is not None and not self._ended:
-            self._ended = True
-            self.measure.device_after = kernel.device_read_bytes(self.session.mount)
-            self.receipt = self.session.dataset.receipt.asdict()
-            self.session.write(lambda: records.record(self))
-            if self.train:
-                self.session.trained += 1
-        self.session.spent += time.perf_counter() - began
-
-    def _read(self, called: float) -> Iterator[Any]:
-        session = self.session
-        self.measure = records.Measure(called)
-        number, here = session.begin(self.train)
-        self.share = here
-        files = Catalog.of_files(here.files)
-        if session.settings.storage == "file":
-            self.resident = kernel.resident_share(files)
-        self.measure.device_before = kernel.device_read_bytes(session.mount)
-        session.dataset.set_epoch(number, files, here.reader_steps, here.batch_files)
-        incoming = iter(session.dataset)
-        excluded_first = int(getattr(session.args, "metric_exclude_start_steps", 0))
-        excluded_last = int(getattr(session.args, "metric_exclude_end_steps", 0))
-        arrived = 0
-        for step in range(here.steps):
-            asked = time.perf_counter() if step else called
-            if step == excluded_first:
-                self._count_excluded()
-            needed = step + 1 if here.batches_before is None else int(here.batches_before[step])
-            while arrived < needed:
-                batch = next(incoming)
-                self._report(batch.sizes.tolist())
-                arrived += 1
-                if step >= max(excluded_first, here.steps - excluded_last):
-                    self.excluded_bytes += batch.nbytes
-                del batch  # its memory is free for the next one
-            if step == here.steps - 1:
-                next(incoming, None)  # the reader's account is complete
-            now = time.perf_counter()
-            self.waits.append(now - asked)
-            if step == 0:
-                self._begun(called, now, files)
-            self.steps_yielded = step + 1
-            yield self._item
-
-    def _begun(self, called: float, now: float, files: Catalog) -> None:
-        """The first batch is there: the gap before it ends, and there is time for hashes."""
-        session = self.session
-        if session.left_at is not None:
-            self.gap_ours = session.spent + now - called
-            self.gap_dlio = max(0.0, now - session.left_at - self.gap_ours)
-        assert self.share is not None
-        self.hashes = session.hashed(files)
-        if self.share.rest:
-            self.all_hashes = session.hashed(Catalog.of_files(self.share.rest))
-
-    def _count_excluded(self) -> None:
-        """What has been read before the first step that DLIO's AU counts [bytes].
-
-        The reader's own count may be a moment old: what has been delivered was read for certain.
-        """
-        receipt = self.session.dataset.receipt
-        self.excluded_bytes = max(receipt.bytes_transferred, receipt.bytes)
-
-    def _leave(self) -> None:
-        """DLIO asks for no more."""
-        measure = self.measure
-        if measure is not None and measure.ended is None:
-            measure.end()
-            self.session.left_at = measure.ended
-            self.session.spent = 0.0
 
 
 def _say(text: str) -> None:

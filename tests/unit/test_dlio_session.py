@@ -7,7 +7,8 @@ import time
 
 import pytest
 from rayloader_dlio import records
-from rayloader_dlio.session import Epoch, session
+from rayloader_dlio.epoch import Epoch
+from rayloader_dlio.session import session
 
 from rayloader import OptionError, errors
 from rayloader.experiment.audit import audit
