@@ -1,6 +1,7 @@
 """What all tests share: an environment that says nothing about this process's own rank."""
 
 import os
+import signal
 
 from rayloader import launch
 
@@ -11,3 +12,7 @@ CHOOSE_DLIO = ("RAYLOADER_DLIO", "RAYLOADER_DLIO_PYTHON")
 for _name in [name for name in os.environ if name.startswith("RAYLOADER_")]:
     if _name not in CHOOSE_DLIO:
         del os.environ[_name]
+
+# A shell that runs the tests in the background has Ctrl-C ignored, also by every process that they
+# start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
