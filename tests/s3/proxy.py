@@ -331,22 +331,28 @@ class Engine:
             self.record, self.peak = [], self.in_flight
         elif order in ("peak", "in_flight"):
             return getattr(self, order)
-        elif order in ("latency", "upstream"):
-            setattr(self, order, words[0])
+        elif order == "latency":
+            self.latency = words[0]
+        elif order == "upstream":
+            self.upstream = words[0]
             self._hang_up()
         elif order == "go_away":
-            self._go_away()
+            await self._go_away()
         elif order == "come_back":
             await self.listen()
         else:
             raise ValueError(order)
         return None
 
-    def _go_away(self) -> None:
+    async def _go_away(self) -> None:
+        """Refuse and reset; when this returns, that has happened to every connection."""
         assert self._server is not None
         self._server.close()
-        for writer in self._clients:
+        ended = list(self._clients)
+        for writer in ended:
             _reset(writer)
+        # ``abort`` only plans the end. Who asks before it comes would be reset, not refused.
+        await asyncio.gather(*(writer.wait_closed() for writer in ended), return_exceptions=True)
 
     def _hang_up(self) -> None:
         for _, writer in self._idle:
@@ -356,6 +362,10 @@ class Engine:
     # One connection
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert self._server is not None
+        if not self._server.is_serving():  # it was accepted just before
+            _reset(writer)
+            return
         writer.transport.set_write_buffer_limits(0)  # sent is what the kernel has
         self._clients.add(writer)
         try:
@@ -513,7 +523,7 @@ class Engine:
 
     async def _ask_server(self, request: _Request) -> tuple[bytes, AsyncIterator[bytes]]:
         while True:
-            fresh = not self._idle
+            fresh, upstream = not self._idle, self.upstream
             reader, writer = await self._connect() if fresh else self._idle.pop()
             try:
                 writer.write(request.head + request.body)
@@ -526,7 +536,7 @@ class Engine:
                 if fresh:
                     raise
             else:
-                return head, self._body(request, head, reader, writer)
+                return head, self._body(request, head, reader, writer, upstream)
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         url = urllib.parse.urlsplit(self.upstream)
@@ -538,6 +548,7 @@ class Engine:
         head: bytes,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        upstream: str,
     ) -> AsyncIterator[bytes]:
         """The answer's body, as it is on the wire; then the connection may be used again."""
         fields = _fields(head.decode("latin-1").split("\r\n"))
@@ -564,7 +575,7 @@ class Engine:
             reusable = False
             raise
         finally:
-            if reusable:
+            if reusable and upstream == self.upstream:
                 self._idle.append((reader, writer))
             else:
                 writer.close()
