@@ -150,7 +150,8 @@ class Receipt:
     retries: int = 0
     """Requests that the storage layer sent again."""
     throttled: int = 0
-    """Requests that the storage answered with "slow down"; the reader then sends fewer at once."""
+    """Calls that the storage answered with "slow down"; one for several objects counts once. The
+    reader then sends fewer at once."""
     skipped: list[Skipped] = dataclasses.field(default_factory=list)
     """Samples left out under ``on_error="skip"``: ``key`` and ``cause`` of each."""
     reader_pid: int = 0

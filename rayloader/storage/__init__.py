@@ -121,7 +121,8 @@ class Counters:
         direct_bytes: bytes read with O_DIRECT [bytes].
         direct_fallback_files: files that wanted O_DIRECT and were read without [files].
         cache_dropped_files: files dropped from the page cache before they were read [files].
-        throttled: requests that the storage answered with "slow down" [requests].
+        throttled: calls that the storage answered with "slow down"; where one call asked for
+            several objects, it counts once [calls].
     """
 
     metadata_ops: int = 0

@@ -5,9 +5,9 @@ One thread runs an asyncio loop and owns everything that is under way. Each obje
 size that was listed as its condition. A larger object is read as ranges, between two HEADs whose
 ETags must agree: so all ranges are of one version.
 
-A call of s3dlio costs more than the copying of a few hundred kilobytes. So where that brings more,
-small objects are asked for a few per call, several calls at once, and copied into place. Such a
-call fails as a whole, and then its objects are read one by one, which says what is wrong.
+A call of s3dlio costs more than the copying of a few hundred kilobytes. So small objects are asked
+for a few per call, several calls at once, and copied into place, unless one by one brings more. A
+call for several fails as a whole; then its objects are read one by one, which says what is wrong.
 
 Requests are sent again here and nowhere else: s3dlio's own repetitions are turned off. How many
 are in flight is the caller's ceiling, and less while the storage throttles or does not answer.
@@ -67,8 +67,9 @@ FIRST_ANSWER_SECONDS = 5.0
 """A storage that has never answered is asked no longer than this: it is the wrong address [s]."""
 _TICK_SECONDS = 0.1
 """Between two looks for requests that take too long [s]."""
-_BUNDLE = 8
-"""Small objects per call, where that brings more [objects]."""
+_LINGER_SECONDS = 0.002
+"""While there is room for fewer objects than are asked for per call, and more are wanted, so much
+is waited for more room. Without it, calls that once were small would stay so [s]."""
 _BUNDLE_SECONDS = 2.0
 """A call for several objects that has not ended by then is given up: one of them keeps the others
 waiting [s]."""
@@ -223,6 +224,7 @@ class ObjectStorage:
         self._bundling = Bundling()
         self._answered = False
         self._ticking = False
+        self._lingering: asyncio.TimerHandle | None = None
         self._reading = 0
         self._spare: list[npt.NDArray[np.uint8]] = []
         # Counters.
@@ -484,14 +486,19 @@ class ObjectStorage:
         self._window.set_ceiling(concurrency)
         self._pump()
 
-    def _pump(self) -> None:
+    def _pump(self, *, linger: bool = True) -> None:
         """Send what the window has room for."""
-        while self._queue and self._has_room() and not self._closed:
+        while self._queue and self._room > 0 and not self._closed:
+            several = self._per_call(self._queue[0])
+            if linger and self._room < min(several, len(self._queue)):
+                self._linger()
+                break
             op = self._queue.popleft()
             if op.index in op.group.failures:
                 self._part_done(op)  # another range of it has failed
             elif self._enter(op):
-                companions = self._companions(op)
+                self._stop_lingering()
+                companions = self._companions(several - 1)
                 if companions:
                     self._send_bundle([op, *companions])
                 else:
@@ -500,8 +507,24 @@ class ObjectStorage:
             self._ticking = True
             self._loop.call_later(_TICK_SECONDS, self._tick)
 
-    def _has_room(self) -> bool:
-        return len(self._in_flight) < self._window.limit
+    @property
+    def _room(self) -> int:
+        """How many more may be in flight now [requests]."""
+        return self._window.limit - len(self._in_flight)
+
+    def _linger(self) -> None:
+        """Send later: a moment from now at most, and before that when there is more room."""
+        if self._lingering is None:
+            self._lingering = self._loop.call_later(_LINGER_SECONDS, self._lingered)
+
+    def _stop_lingering(self) -> None:
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
+
+    def _lingered(self) -> None:
+        self._lingering = None
+        self._pump(linger=False)
 
     def _enter(self, op: _Op) -> bool:
         """Count a request as in flight, unless nobody wants it any more."""
@@ -519,12 +542,16 @@ class ObjectStorage:
             self._metadata_ops += 1
         return True
 
-    def _companions(self, op: _Op) -> list[_Op]:
-        """More objects for the same call, and they are in flight; none unless that is worth it."""
+    def _per_call(self, op: _Op) -> int:
+        """How many objects to ask for in one call that begins with this."""
+        if not (self._client.can_bundle and self._is_small(op)):
+            return 1
+        return self._bundling.per_call(self._window.limit)
+
+    def _companions(self, wanted: int) -> list[_Op]:
+        """So many more objects for the same call, as far as there are; they are in flight."""
         found: list[_Op] = []
-        if not (self._bundling.on and self._client.can_bundle and self._is_small(op)):
-            return found
-        while len(found) < _BUNDLE - 1 and self._queue and self._has_room():
+        while len(found) < wanted and self._queue and self._room > 0:
             if not self._is_small(self._queue[0]):
                 break
             companion = self._queue.popleft()
@@ -590,10 +617,10 @@ class ObjectStorage:
         now = time.perf_counter()
         self._bundling.look(now, self._reads, bool(self._queue))
         for op in list(self._in_flight):
-            age = now - op.began
-            if age < min(_BUNDLE_SECONDS, self._spec.request_timeout):
+            age, longest = now - op.began, self._spec.request_timeout
+            if age < min(_BUNDLE_SECONDS, longest):
                 break
-            allowed = _BUNDLE_SECONDS if op.bundled else self._spec.request_timeout
+            allowed = min(_BUNDLE_SECONDS, longest) if op.bundled else longest
             if age >= allowed and op.future is not None and not op.late:
                 op.late = True
                 op.future.cancel()
@@ -622,7 +649,7 @@ class ObjectStorage:
         _, failure = self._outcome(ops[0], future)
         assert failure is not None
         _log.debug("%d objects of one call are asked for one by one: %s", len(ops), failure.error)
-        if failure.passes:
+        if failure.passes and not ops[0].late:
             self._window.trouble(now)
             self._throttled += isinstance(failure.error, Throttled)
         for op in reversed(ops):

@@ -1,38 +1,50 @@
-"""How many requests to an object storage at once, and whether to ask for several in one call."""
+"""How many requests to an object storage at once, and for how many objects to ask in one call."""
 
 from __future__ import annotations
 
+_SEVERAL = 8
+"""Objects per call, and calls in flight below which it is fewer: so that the window stays nearly
+full when one of them ends [objects, calls]."""
 _PERIOD = 0.3
 """Of reading one way, before its rate is believed [s]."""
 _FIRST_PROBE, _LAST_PROBE = 1.0, 30.0
 """Between two trials of the other way [s]."""
 _WORTH = 0.9
 """Several per call are preferred if they bring this much of what one by one brings."""
-_ALONE_SECONDS = 5.0
-"""After a call for several objects has failed, objects are asked for one by one so long [s]."""
+_ALONE, _LONGEST_ALONE = 5.0, 300.0
+"""After a call for several objects has failed, objects are asked for one by one so long; doubled
+each time, until several per call have proved better again [s]."""
 
 
 class Bundling:
-    """Whether to ask for several objects per call: whatever brings more of them.
+    """How many objects to ask for per call: several, unless one by one brings more of them.
 
-    Several per call cost less CPU time, but all wait for the slowest of them. So now and then,
+    Several per call cost much less CPU time, but all wait for the slowest of them. So now and then,
     while there is more to do than fits in the window, the other way is tried for a moment and its
-    rate compared; the more often it has proved worse, the more seldom. Storage that answers as fast
-    as this process can ask is read several at a time, storage that answers unevenly one by one.
+    rate compared; the more often it has proved worse, the more seldom. Storage that answers about
+    as fast as this process can ask is read several at a time, storage that answers unevenly one by
+    one.
     """
 
     def __init__(self) -> None:
-        """One by one at first."""
-        self.on = False
-        self._preferred = False
+        """Several at first."""
+        self._on = self._preferred = True
         self._rate = 0.0
         """Of the preferred way, when it was last looked at [objects/s]."""
         self._seconds, self._reads = 0.0, 0
         """In the present way, while there was enough to do."""
         self._last: tuple[float, int] | None = None
         self._pause = _FIRST_PROBE
-        self._probe_at = 0.0
-        self._not_before = 0.0
+        self._probe_at: float | None = None
+        self._alone = _ALONE
+
+    def per_call(self, window: int) -> int:
+        """Small objects to ask for in one call.
+
+        Args:
+            window: how many may be in flight [objects].
+        """
+        return max(1, min(_SEVERAL, window // _SEVERAL)) if self._on else 1
 
     def look(self, now: float, reads: int, saturated: bool) -> None:
         """Look at what has been read; every tenth of a second or so.
@@ -50,35 +62,40 @@ class Bundling:
         if self._seconds < _PERIOD:
             return
         rate = self._reads / self._seconds
-        if self.on != self._preferred:
+        if self._on != self._preferred:
             self._decide(rate, now)
         else:
             self._rate = rate
-            if now >= max(self._probe_at, self._not_before):
-                self._turn(not self.on)
+            if self._probe_at is None:
+                self._probe_at = now + self._pause
+            elif now >= self._probe_at:
+                self._turn(not self._on)
         self._seconds, self._reads = 0.0, 0
 
     def failed(self, now: float) -> None:
         """A call for several objects has failed."""
         self._preferred = False
         self._turn(False)
-        self._not_before = now + _ALONE_SECONDS
+        self._probe_at = now + self._alone
+        self._alone = min(2 * self._alone, _LONGEST_ALONE)
 
     def _decide(self, rate: float, now: float) -> None:
         """The other way has been tried."""
-        several, single = (rate, self._rate) if self.on else (self._rate, rate)
+        several, single = (rate, self._rate) if self._on else (self._rate, rate)
         better = several >= _WORTH * single
         if better == self._preferred:
             self._pause = min(2 * self._pause, _LAST_PROBE)
         else:
             self._preferred, self._rate = better, rate
             self._pause = _FIRST_PROBE
+        if better:
+            self._alone = _ALONE
         self._probe_at = now + self._pause
         self._turn(self._preferred)
 
     def _turn(self, on: bool) -> None:
         """What is in flight still is of the old way, so the next moment does not count."""
-        self.on = on
+        self._on = on
         self._last = None
         self._seconds, self._reads = 0.0, 0
 

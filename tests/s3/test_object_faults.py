@@ -223,20 +223,45 @@ def on_nginx(nginx):
     return nginx, "outage", keys
 
 
-def test_throttling_slows_down_and_ends_nothing(proxy, it, objects):
-    """Of 64 at once the storage refuses all but some: fewer are sent, and all arrive."""
-    for i in range(60):
-        it.put(f"t{i}", content(str(i), 1000))
-    proxy.trouble(key="/t", status=503, code="SlowDown", times=40)
-    one = objects()
-    keys = [b"t%d" % i for i in range(60)]
-    read, failures = one.get(keys, [1000] * 60)
-    assert failures == {}
-    assert read == {i: content(str(i), 1000) for i in range(60)}
-    count = one.storage.counters()
+SIXTY = [b"t%d" % i for i in range(60)]
+
+
+@pytest.fixture
+def refusing(proxy, it, objects):
+    """``refusing(concurrency)``: 60 objects are read, and the first 40 requests are refused."""
+
+    def read(concurrency):
+        for i in range(60):
+            it.put(f"t{i}", content(str(i), 1000))
+        proxy.trouble(key="/t", status=503, code="SlowDown", times=40)
+        one = objects(concurrency=concurrency)
+        read, failures = one.get(SIXTY, [1000] * 60)
+        assert failures == {}
+        assert read == {i: content(str(i), 1000) for i in range(60)}
+        return one.storage.counters()
+
+    return read
+
+
+def test_each_request_that_is_refused_is_counted_and_sent_once_more(proxy, refusing):
+    count = refusing(8)
     assert count.throttled == count.retries == 40
+    assert len(proxy.seen()) == 60 + 40
+
+
+def test_throttling_slows_down_and_ends_nothing(proxy, refusing):
+    """Of 64 at once the storage refuses all but some: fewer are sent, and all arrive."""
+    count = refusing(64)
+    assert 0 < count.throttled <= 40
     last = max(entry.began for entry in proxy.seen() if entry.status == 503)
     assert max(entry.in_flight for entry in proxy.seen() if entry.began > last) < 64
+
+
+def test_what_was_in_one_call_with_a_refused_request_is_asked_for_once_more_at_most(
+    proxy, refusing
+):
+    count = refusing(64)
+    assert len(proxy.seen()) <= 60 + count.retries <= 60 + 40 + 60
 
 
 # Objects that are not what they were

@@ -1,5 +1,7 @@
 """How many requests at once: fewer after trouble, more again after success."""
 
+import pytest
+
 from rayloader.storage.pacing import Bundling, Window
 
 
@@ -69,16 +71,16 @@ class Storage:
         several = 0
         for _ in range(round(10 * seconds)):
             self.now += 0.1
-            self.reads += int(self.rates[self.bundling.on] * 0.1)
-            several += self.bundling.on
+            on = self.bundling.per_call(64) > 1
+            self.reads += int(self.rates[on] * 0.1)
+            several += on
             self.bundling.look(self.now, self.reads, saturated)
         return several / (10 * seconds)
 
 
 def test_several_per_call_are_asked_for_where_that_is_faster():
     storage = Storage(1500, 2500)
-    assert not storage.bundling.on
-    storage.run(2)
+    assert storage.run(0.9) == 1, "from the beginning"
     assert storage.run(100) > 0.9
 
 
@@ -94,6 +96,13 @@ def test_one_by_one_where_the_slowest_of_several_would_be_waited_for():
     assert storage.run(200) < 0.05
 
 
+@pytest.mark.parametrize(
+    ("window", "several"), [(1, 1), (8, 1), (16, 2), (32, 4), (64, 8), (1000, 8)]
+)
+def test_a_call_that_ends_leaves_most_of_the_window_full(window, several):
+    assert Bundling().per_call(window) == several
+
+
 def test_a_storage_that_changes_is_found_out():
     storage = Storage(1600, 700)
     storage.run(100)
@@ -103,8 +112,8 @@ def test_a_storage_that_changes_is_found_out():
 
 
 def test_nothing_is_tried_while_there_is_too_little_to_do():
-    storage = Storage(1500, 2500)
-    assert storage.run(100, saturated=False) == 0
+    storage = Storage(2500, 1500)
+    assert storage.run(100, saturated=False) == 1
 
 
 def test_after_a_failed_call_objects_are_asked_for_one_by_one_for_a_while():
@@ -114,3 +123,20 @@ def test_after_a_failed_call_objects_are_asked_for_one_by_one_for_a_while():
     assert storage.run(5) == 0
     storage.run(2)
     assert storage.run(50) > 0.9
+
+
+def test_calls_that_fail_again_and_again_are_tried_ever_more_seldom():
+    storage = Storage(1500, 2500)
+    alone = []
+    for _ in range(4):
+        storage.bundling.failed(storage.now)
+        seconds = 0
+        while storage.bundling.per_call(64) == 1:
+            storage.run(0.1)
+            seconds += 0.1
+        alone.append(seconds)
+    assert [round(seconds / 5) for seconds in alone] == [1, 2, 4, 8]
+    storage.run(10)
+    storage.bundling.failed(storage.now)
+    assert storage.run(5) == 0
+    assert storage.run(3) > 0.5, "they had proved well in between"
