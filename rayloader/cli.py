@@ -112,6 +112,17 @@ def of_reader(
     return option(flag or f"--{dashed}", name, heading=heading, default=default, help=text, **more)
 
 
+def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Options that several commands have, as one decorator."""
+
+    def decorate(command: Command) -> Command:
+        for one in reversed(options):
+            command = one(command)
+        return command
+
+    return decorate
+
+
 def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
     """A subcommand whose options may also come from ``RAYLOADER_<OPTION>`` in the environment."""
     return cli.command(
@@ -151,10 +162,47 @@ def cli() -> None:
     """Read many files with persistent Ray readers: make test data, list it, read it, measure."""
 
 
+ORDER = "What, and in which order"
+BOUNDS = "How much at once"
+WAY = "From where to where"
+FAULTS = "When things fail"
+TRAINING = "The training that is imitated"
+RESULT = "Result and comparison"
 OBJECTS = "Object storage (credentials come from the environment)"
-ENDPOINT = "Where S3 requests go; not given: AWS_ENDPOINT_URL, else Amazon."
-REGION = "That S3 requests are signed for; not given: AWS_REGION."
-BUNDLE = "Certificate authorities to trust; not given: AWS_CA_BUNDLE, else the system's."
+
+_of_bucket = _together(
+    of_reader(
+        "endpoint_url",
+        OBJECTS,
+        "Where S3 requests go; not given: AWS_ENDPOINT_URL, else Amazon.",
+        type=str,
+        metavar="URL",
+    ),
+    of_reader(
+        "region",
+        OBJECTS,
+        "That S3 requests are signed for; not given: AWS_REGION.",
+        type=str,
+        metavar="NAME",
+    ),
+    of_reader(
+        "ca_bundle",
+        OBJECTS,
+        "Certificate authorities to trust; not given: AWS_CA_BUNDLE, else the system's.",
+        type=str,
+        metavar="FILE",
+    ),
+)
+_of_training = _together(
+    option(
+        "--compute-seconds",
+        heading=TRAINING,
+        type=float,
+        default=0.0,
+        help="Sleep so long after each batch, as a training step would take [s].",
+    ),
+    option("--touch", heading=TRAINING, is_flag=True, help="Look at every byte that is delivered."),
+)
 
 
 @_command("generate")
@@ -170,9 +218,7 @@ BUNDLE = "Certificate authorities to trust; not given: AWS_CA_BUNDLE, else the s
 )
 @option("--subfolders", type=int, default=0, help="Spread the files over so many folders.")
 @option("--seed", type=int, default=0, help="Another seed gives other bytes.")
-@of_reader("endpoint_url", OBJECTS, ENDPOINT, type=str, metavar="URL")
-@of_reader("region", OBJECTS, REGION, type=str, metavar="NAME")
-@of_reader("ca_bundle", OBJECTS, BUNDLE, type=str, metavar="FILE")
+@_of_bucket
 def generate_command(
     directory: str,
     files: int,
@@ -207,9 +253,7 @@ def generate_command(
 @option("-o", "--output", metavar="FILE.arrow", required=True, help="The catalog to write.")
 @option("--stat/--no-stat", default=False, help="Look up the files' sizes too, 64 at a time.")
 @option("--etags/--no-etags", default=False, help="Keep a bucket's ETags, for read --verify.")
-@of_reader("endpoint_url", OBJECTS, ENDPOINT, type=str, metavar="URL")
-@of_reader("region", OBJECTS, REGION, type=str, metavar="NAME")
-@of_reader("ca_bundle", OBJECTS, BUNDLE, type=str, metavar="FILE")
+@_of_bucket
 def catalog_command(
     source: tuple[str, ...], output: str, stat: bool, etags: bool, **where: Any
 ) -> None:
@@ -232,26 +276,11 @@ def catalog_command(
     click.echo(f"{len(catalog):,} files{size_}; catalog: {printable(output)}")
 
 
-ORDER = "What, and in which order"
-BOUNDS = "How much at once"
-WAY = "From where to where"
-FAULTS = "When things fail"
-TRAINING = "The training that is imitated"
-RESULT = "Result and comparison"
-
-
 @_command("read")
 @click.argument("source", metavar="SRC...", nargs=-1, required=True)
 @option("--ranks", heading=TRAINING, type=int, default=1, help="Training processes, all here.")
 @option("--epochs", heading=TRAINING, type=int, default=1, help="How many.")
-@option(
-    "--compute-seconds",
-    heading=TRAINING,
-    type=float,
-    default=0.0,
-    help="Sleep so long after each batch, as a training step would take [s].",
-)
-@option("--touch", heading=TRAINING, is_flag=True, help="Look at every byte that is delivered.")
+@_of_training
 @of_reader("batch_size", ORDER, "Samples per batch and rank.")
 @of_reader("shuffle", ORDER, "Permute the files anew each epoch.")
 @of_reader("seed", ORDER, "Of the permutation.")
@@ -282,9 +311,7 @@ RESULT = "Result and comparison"
 @of_reader("channel", WAY, "To the training process: shared memory, or Ray's object store.")
 @of_reader("ray", WAY, "Which Ray: auto, private, cluster, or HOST:PORT.")
 @of_reader("cpus", WAY, "CPUs of a reader: those of its rank, or all of the node.")
-@of_reader("endpoint_url", OBJECTS, ENDPOINT, type=str, metavar="URL")
-@of_reader("region", OBJECTS, REGION, type=str, metavar="NAME")
-@of_reader("ca_bundle", OBJECTS, BUNDLE, type=str, metavar="FILE")
+@_of_bucket
 @of_reader("request_timeout", OBJECTS, "A request that takes longer is sent again [s].")
 @of_reader("retry_seconds", OBJECTS, "How long one object is asked for again [s].")
 @of_reader("verify", FAULTS, "Compare every file with its checksum in the catalog.")
@@ -413,14 +440,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
     help="What the page cache must hold before each epoch: anything, all files, or none.",
 )
 @option("--order-seed", type=int, default=0, help="Of the order of the trials.")
-@option(
-    "--compute-seconds",
-    heading=TRAINING,
-    type=float,
-    default=0.0,
-    help="Sleep so long after each batch, as a training step would take [s].",
-)
-@option("--touch", heading=TRAINING, is_flag=True, help="Look at every byte that is delivered.")
+@_of_training
 @of_reader("batch_size", ORDER, "Samples per batch and rank.")
 @of_reader("memory_bytes", BOUNDS, "Bound on batches in memory per rank.")
 @of_reader("part_bytes", BOUNDS, "A larger file is read as parallel ranges of this length.")
@@ -428,9 +448,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
 @option("--direct", heading=WAY, is_flag=True, help="O_DIRECT; an error where it is refused.")
 @of_reader("engine", WAY, "What reads files: the C extension, or the same in Python.")
 @of_reader("ray", WAY, "Which Ray: auto, private, cluster, or HOST:PORT.")
-@of_reader("endpoint_url", OBJECTS, ENDPOINT, type=str, metavar="URL")
-@of_reader("region", OBJECTS, REGION, type=str, metavar="NAME")
-@of_reader("ca_bundle", OBJECTS, BUNDLE, type=str, metavar="FILE")
+@_of_bucket
 def sweep_command(
     source: tuple[str, ...],
     out: str,
@@ -519,9 +537,7 @@ def report_command(directory: str, baseline: str | None) -> None:
 @of_reader("concurrency", BOUNDS, "Ceiling on reads in flight per rank.")
 @of_reader("memory_bytes", BOUNDS, "Bound on batches in memory per rank.")
 @of_reader("ray", WAY, "Which Ray: auto, private, cluster, or HOST:PORT.")
-@of_reader("endpoint_url", OBJECTS, ENDPOINT, type=str, metavar="URL")
-@of_reader("region", OBJECTS, REGION, type=str, metavar="NAME")
-@of_reader("ca_bundle", OBJECTS, BUNDLE, type=str, metavar="FILE")
+@_of_bucket
 def doctor_command(
     source: tuple[str, ...],
     ranks: int,
