@@ -6,6 +6,7 @@ mask behind, and only then makes threads or imports what makes threads.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rayloader.config import Options
     from rayloader.reader import Reader, Request
     from rayloader.storage.access import Access
+    from rayloader.tally import Tally
 
 CALLS_AT_ONCE = 16
 """Method calls served side by side; the trainer has at most six under way."""
@@ -32,12 +34,13 @@ CALLS_AT_ONCE = 16
 class ReaderActor:
     """Holds one :class:`~rayloader.reader.Reader` and the thread that drives it."""
 
-    def __init__(self, options: Options, cpus: Sequence[int]) -> None:
+    def __init__(self, options: Options, cpus: Sequence[int], run: str) -> None:
         """Take this rank's CPUs, and none of its launcher's variables.
 
         Args:
             options: as the trainer has them.
             cpus: the CPUs to run on; empty: those this process was started with.
+            run: the name of the rank's run, in metrics.
         """
         from rayloader.launch import scrubbed
 
@@ -48,6 +51,7 @@ class ReaderActor:
         if cpus:
             os.sched_setaffinity(0, set(cpus) & _cpus_here() or _cpus_here())
         self._options = options
+        self._run = run
         self._ready = threading.Event()
         self._loop: ReaderLoop | None = None
         self._reader: Reader | None = None
@@ -124,12 +128,12 @@ class ReaderActor:
             self._queue.abandon(generation)
             self._loop.abandon(generation)
 
-    def take(self, generation: int, index: int) -> Fetched | None:
+    def take(self, generation: int, index: int, counted: Tally) -> Fetched | None:
         """The Ray channel's next outcome; see :meth:`~rayloader.serve.QueueLink.take`."""
         assert self._queue is not None
         assert self._loop is not None
         assert self._reader is not None
-        return self._queue.take(generation, index, self._loop, self._reader)
+        return self._queue.take(generation, index, counted, self._loop, self._reader)
 
     def set_concurrency(self, concurrency: int) -> None:
         """Change the ceiling on reads in flight [reads]."""
@@ -190,11 +194,28 @@ class ReaderActor:
         self._reader = Reader(storage, memory, options)
         self._loop = ReaderLoop(self._reader, storage.fileno(), catalog, link)
         self._ready.set()
+        self._publish()
         return {
             "pid": os.getpid(),
             "engine": storage.engine,
             "affinity": sorted(os.sched_getaffinity(0)),
         }
+
+    def _publish(self) -> None:
+        """Tell Ray's metrics how the reader stands, in a thread, where Ray collects them."""
+        from rayloader import metrics
+        from rayloader.config import METRICS_SECONDS
+
+        loop, reader = self._loop, self._reader
+        if not metrics.wanted(os.environ) or loop is None or reader is None:
+            return
+        ask = functools.partial(loop.ask, reader.figures)
+        threading.Thread(
+            target=metrics.publish_regularly,
+            args=(self._run, ask, METRICS_SECONDS, threading.Event().wait),
+            name="rayloader-metrics",
+            daemon=True,
+        ).start()
 
     def _start(self, work: Any, *arguments: Any) -> None:
         """Run ``work`` in a thread; the process ends with it, whatever the reads do."""

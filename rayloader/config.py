@@ -36,6 +36,8 @@ TABLES_BYTES = 4 * MIB
 DESCRIPTOR_SECONDS = 5.0
 """How long an open waits for a free descriptor before "too many open files" is an error [s]; the C
 engine has the same."""
+METRICS_SECONDS = 5.0
+"""Time between two reports of a reader to Ray's metrics, which Ray exports every 10 s [s]."""
 CLOSE_SECONDS = 1.0
 """A reader whose trainer has gone ends by itself after this [s]. A closing trainer has Ray end it,
 which Ray then does not report as a crash."""

@@ -28,7 +28,14 @@ from rayloader.channel import Delivery, ReaderGone
 from rayloader.checksums import Checksums
 from rayloader.config import LISTING_SECONDS, Options
 from rayloader.epoch import EpochRun
-from rayloader.errors import CatalogMismatch, OptionError, ReaderLost, StateMismatch, UsageError
+from rayloader.errors import (
+    CatalogMismatch,
+    OptionError,
+    RayloaderError,
+    ReaderLost,
+    StateMismatch,
+    UsageError,
+)
 from rayloader.launch import Launch
 from rayloader.plan import Shard
 from rayloader.position import Position, Share
@@ -37,6 +44,7 @@ from rayloader.receipt import Receipt
 from rayloader.remote import RemoteReader
 from rayloader.storage.access import Access
 from rayloader.storage.uri import is_object, wants_direct
+from rayloader.tally import Tally
 
 log = logging.getLogger("rayloader")
 
@@ -301,13 +309,17 @@ class Loader:
             UsageError: the run was ended by a newer one, by ``close`` or by ``load_state``.
         """
         called = time.perf_counter()
+        delivery, errors = None, 0
         try:
             delivery = self._wait(run)
-        except BaseException:  # a failure, or Ctrl-C
+        except BaseException as why:  # a failure, or Ctrl-C
+            errors = int(run is self._run and isinstance(why, RayloaderError))
             self._leave(run)
             raise
         finally:
-            run.waited(time.perf_counter() - called)
+            waited = time.perf_counter() - called
+            run.waited(waited)
+            self._tell(_tally(delivery, waited, errors))
         if delivery is None:
             self._finish(run)
             if run.moves == self._moves:
@@ -480,6 +492,7 @@ class Loader:
                     ) from gone
                 self._mourn(remote, gone)
                 run.reader_gone(remote.counts())
+                self._tell(Tally(restarts=1))
                 try:
                     remote.restart()
                     self._request(run)
@@ -487,6 +500,10 @@ class Loader:
                     gone = again
                 else:
                     return
+
+    def _tell(self, tally: Tally) -> None:
+        if self._remote is not None and os.getpid() == self._pid:
+            self._remote.tell(tally)
 
     def _leave(self, run: EpochRun) -> None:
         """The epoch is left unfinished: its position stays known, its read-ahead is dropped."""
@@ -531,3 +548,11 @@ class Loader:
             raise UsageError(
                 "this data set was opened in another process; a forked child cannot read from it"
             )
+
+
+def _tally(delivery: Delivery | None, waited: float, errors: int) -> Tally:
+    """What one call of ``next()`` was, in numbers."""
+    stall_ns = int(waited * 1e9)
+    if delivery is None:
+        return Tally(stall_ns, errors=errors)
+    return Tally(stall_ns, 1, len(delivery.table), delivery.nbytes, len(delivery.skipped))

@@ -44,7 +44,8 @@ from rayloader.errors import (
 from rayloader.plan import EpochPlan, ListPlan
 from rayloader.receipt import Fingerprint, Hashes, Skipped
 from rayloader.storage import BulkReader, Counters, Keys, Progress
-from rayloader.storage.uri import is_object
+from rayloader.storage.uri import is_object, scheme_of
+from rayloader.tally import Tally, TallyPage
 
 CACHE_LINE = 64
 _NOT_WANTED = -2
@@ -111,6 +112,24 @@ class Ended(NamedTuple):
 Outcome = Ready | Failed | Blocked | Warned | Ended
 
 
+class Figures(NamedTuple):
+    """How a reader stands, for whoever watches it from outside."""
+
+    rank: int
+    """Of the request that it serves, or served last."""
+    epoch: int
+    storage: str
+    """The scheme of what it reads: ``file``, ``s3``, ``az``."""
+    concurrency: int
+    """Ceiling on reads in flight [reads]."""
+    oldest_seconds: float
+    """Age of the read that has been in flight for longest; 0: there is none [s]."""
+    counters: Counters
+    """Totals of its storage."""
+    tally: Tally
+    """What its trainer has counted since these were last asked for."""
+
+
 _Lease = tuple[int, int]
 """(generation, where the table is): what one batch in the trainer's hands is called."""
 
@@ -157,6 +176,9 @@ class Reader:
         """Rooms that reads of left epochs may still write to, with their groups."""
         self._leased: dict[_Lease, Room] = {}
         self._early_releases: set[_Lease] = set()
+        self._tally = TallyPage(memory)
+        self._served: tuple[int, int] | None = None
+        """Rank and epoch of the last request."""
         self._generation = 0
         self._request: Request | None = None
         self._sizes = Sizes()
@@ -184,6 +206,7 @@ class Reader:
         self.abandon()
         self._request = request
         self._generation = request.generation
+        self._served = (request.rank, request.epoch)
         self._root = catalog.root
         self._checksums = Checksums(catalog) if self._options.verify else None
         self._sizes.turn_to(catalog)
@@ -240,6 +263,21 @@ class Reader:
                 outcomes += step()
         self._statistics.publish(done=self._request is None)
         return outcomes
+
+    def figures(self) -> Figures | None:
+        """How it stands; ``None`` before its first request. Takes the trainer's tally."""
+        if self._served is None:
+            return None
+        scheme = scheme_of(self._root).decode() if is_object(self._root) else "file"
+        age, _ = self._storage.oldest_read()
+        return Figures(
+            *self._served,
+            scheme,
+            self._concurrency,
+            age,
+            self._storage.counters(),
+            self._tally.take(),
+        )
 
     @property
     def sated(self) -> bool:

@@ -29,6 +29,7 @@ from rayloader.limits import OomKills, too_few_processes, too_little_address_spa
 from rayloader.reader import Ended, ReaderCounts, Request, Warned
 from rayloader.storage.access import Access
 from rayloader.storage.uri import is_object
+from rayloader.tally import Tally
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -182,6 +183,11 @@ class RemoteReader:
         channel = self._owned.channel
         return channel.counts() if channel is not None else self._counted
 
+    def tell(self, tally: Tally) -> None:
+        """Count what happened in the trainer, for the reader's metrics."""
+        if self._owned.memory is not None:
+            self._owned.memory.tally.add(tally)
+
     def set_concurrency(self, options: Options) -> None:
         """Change the ceiling on reads in flight, here and for readers started later."""
         self._options = options
@@ -247,7 +253,8 @@ class RemoteReader:
 
         placement = cluster.place_reader(self._connection)
         actor = ray.remote(ReaderActor).options(max_concurrency=CALLS_AT_ONCE, **placement)
-        return actor.remote(self._options, self._cpus())
+        run = self._launch.run_id or f"job {ray.get_runtime_context().get_job_id()}"
+        return actor.remote(self._options, self._cpus(), run)
 
     def _connect(self, address: str) -> Channel:
         import ray
@@ -280,7 +287,7 @@ class RemoteReader:
         serving = actor.serve.remote(names, root, sizes, checksums, memory.length)
         welcome = cluster.promptly(lambda: ray.get(serving, timeout=options.start_timeout))
         process = ReaderProcess(welcome["pid"]) if self._connection.same_node else None
-        return RayChannel(actor, welcome, process)
+        return RayChannel(actor, welcome, process, memory.tally)
 
     def _cpus(self) -> list[int]:
         """The CPUs of the reader; empty where they cannot be told from here."""
@@ -343,9 +350,9 @@ class _Owned:
     def leave_memory(self) -> None:
         """Take a new arena: a dead reader's read that hangs may still come back into this one."""
         assert self.memory is not None
-        length = self.memory.length
-        self.memory.close()
-        self.memory = TrainerMemory(length)
+        left, self.memory = self.memory, TrainerMemory(self.memory.length)
+        left.tally.move_to(self.memory.tally)
+        left.close()
 
     def close(self) -> None:
         """Give everything back; in a forked child there is nothing to give."""

@@ -953,8 +953,10 @@ class SlowBulkReaderContract(_Opens):
         reading.storage.fetch(group, packed(progress.sizes))
         reading.until(lambda: reading.storage.counters().peak_in_flight == 64, "a peak of 64")
         assert time.perf_counter() - began < 0.5
+        assert reading.storage.counters().in_flight == 64
         site.latency = 0.0
         reading.wait(group)
+        assert reading.storage.counters().in_flight == 0
 
     def test_a_large_object_is_read_as_parallel_ranges(
         self, site: SlowSite, opened: Callable[..., Reading]

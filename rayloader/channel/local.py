@@ -34,6 +34,7 @@ from rayloader.reader import Ended, ReaderCounts, Request, Warned
 from rayloader.receipt import Fingerprint, Skipped
 from rayloader.sockets import peer
 from rayloader.storage.access import Access
+from rayloader.tally import TallyPage
 
 _WAIT = struct.pack("@ll", 1, 0)
 """How long one receive waits, as a ``timeval`` [s, µs]."""
@@ -55,6 +56,7 @@ class TrainerMemory:
             raise
         self.root = np.frombuffer(self.memory, np.uint8)
         self.page = np.frombuffer(self.memory, np.int64, arena.HEADER_BYTES // 8)
+        self.tally = TallyPage(self.memory)
         self._live: dict[int, _Lease] = {}
         self._connection: socket.socket | None = None
         self._backlog: collections.deque[bytes] = collections.deque()

@@ -15,6 +15,7 @@ from rayloader.channel import Delivery, ReaderGone, ReaderProcess
 from rayloader.channel.serve import Fetched
 from rayloader.errors import ChannelError, chained
 from rayloader.reader import Blocked, Ended, Failed, ReaderCounts, Ready, Request, Warned
+from rayloader.tally import TallyPage
 
 
 class RayChannel:
@@ -28,14 +29,22 @@ class RayChannel:
     _CALLS_AHEAD = 4
     _POLL_SECONDS = 1.0
 
-    def __init__(self, actor: Any, welcome: dict[str, Any], process: ReaderProcess | None) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        welcome: dict[str, Any],
+        process: ReaderProcess | None,
+        tally: TallyPage,
+    ) -> None:
         """Take batches from ``actor``, which has said ``welcome``.
 
         Args:
             actor: the reader.
             welcome: what it said of itself.
             process: its process when it runs on this node, else ``None``.
+            tally: where the trainer counts; the reader is told with each call.
         """
+        self._tally = tally
         self._process = process
         self._actor = actor
         self.welcome = welcome
@@ -61,7 +70,8 @@ class RayChannel:
         import ray
 
         while len(self._calls) < self._CALLS_AHEAD:
-            self._calls.append(self._actor.take.remote(self._generation, self._asked))
+            counted = self._tally.take()
+            self._calls.append(self._actor.take.remote(self._generation, self._asked, counted))
             self._asked += 1
         call = self._calls.popleft()
         try:

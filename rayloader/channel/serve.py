@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -11,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Container
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -34,6 +35,9 @@ from rayloader.errors import ChannelError, RayloaderError
 from rayloader.reader import Blocked, Outcome, Reader, Ready, Request
 from rayloader.sockets import peer
 from rayloader.storage.access import Access
+from rayloader.tally import Tally, TallyPage
+
+_T = TypeVar("_T")
 
 
 class Link(Protocol):
@@ -96,6 +100,19 @@ class ReaderLoop:
         """Have ``action`` run by the loop; from any thread."""
         self._calls.append(action)
         os.eventfd_write(self._wake, 1)
+
+    def ask(self, question: Callable[[], _T]) -> _T:
+        """What ``question`` returns, or raises, when the loop runs it; from any other thread."""
+        answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+        def reply() -> None:
+            try:
+                answer.set_result(question())
+            except Exception as failure:  # the asker's, not the loop's
+                answer.set_exception(failure)
+
+        self.call(reply)
+        return answer.result()
 
     def abandon(self, generation: int) -> None:
         """Have the loop leave what is older than this request; from any thread."""
@@ -325,6 +342,7 @@ class QueueLink:
     def __init__(self, memory: memoryview) -> None:
         """Hand out copies of batches in ``memory``."""
         self._memory = memory
+        self._tally = TallyPage(memory)
         self._generation = 0
         self._begun = False
         self._outcomes: dict[int, Outcome] = {}
@@ -378,8 +396,19 @@ class QueueLink:
             if outcomes:
                 self._arrived.notify_all()
 
-    def take(self, generation: int, index: int, loop: ReaderLoop, reader: Reader) -> Fetched | None:
-        """Wait for outcome ``index`` of a request; ``None`` when a newer request has come."""
+    def take(
+        self, generation: int, index: int, counted: Tally, loop: ReaderLoop, reader: Reader
+    ) -> Fetched | None:
+        """Wait for outcome ``index`` of a request; ``None`` when a newer request has come.
+
+        Args:
+            generation: of the request.
+            index: of the outcome, from 0.
+            counted: by the trainer since its last call.
+            loop: the reader's.
+            reader: whose outcomes these are.
+        """
+        loop.call(lambda: self._tally.add(counted))
         with self._arrived:
             self._arrived.wait_for(
                 lambda: (

@@ -121,6 +121,7 @@ class Counters:
         direct_bytes: bytes read with O_DIRECT [bytes].
         direct_fallback_files: files that wanted O_DIRECT and were read without [files].
         cache_dropped_files: files dropped from the page cache before they were read [files].
+        in_flight: reads that are under way now, not a total [reads].
         throttled: calls that the storage answered with "slow down"; where one call asked for
             several objects, it counts once [calls].
     """
@@ -135,6 +136,7 @@ class Counters:
     direct_bytes: int = 0
     direct_fallback_files: int = 0
     cache_dropped_files: int = 0
+    in_flight: int = 0
     throttled: int = 0
 
 

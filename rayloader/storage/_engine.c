@@ -1537,6 +1537,7 @@ void engine_totals_now(engine *e, engine_totals *totals)
     memset(totals, 0, sizeof *totals);
     pthread_mutex_lock(&e->lock);
     totals->peak = e->peak;
+    totals->in_flight = e->reading;
     for (worker *w = e->workers; w; w = w->next) {
         tally *t = &w->tally;
         totals->metadata_ops += t->metadata_ops;

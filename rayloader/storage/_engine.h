@@ -40,7 +40,7 @@ typedef struct {
 } engine_options;
 
 typedef struct {
-    int64_t metadata_ops, reads, bytes, retries, read_ns, peak;
+    int64_t metadata_ops, reads, bytes, retries, read_ns, peak, in_flight;
     int64_t direct_bytes, fallback_files, dropped_files;
     int64_t latency[LATENCY_BUCKETS]; /* i: [2^(i/4), 2^((i+1)/4)) microseconds */
 } engine_totals;

@@ -317,10 +317,11 @@ static PyObject *Engine_counters(Engine *self, PyObject *none)
             return NULL;
         }
     }
-    return Py_BuildValue("LLLLdLNLLL", (long long)t.metadata_ops, (long long)t.reads,
+    return Py_BuildValue("LLLLdLNLLLL", (long long)t.metadata_ops, (long long)t.reads,
                          (long long)t.bytes, (long long)t.retries, (double)t.read_ns * 1e-9,
                          (long long)t.peak, latency, (long long)t.direct_bytes,
-                         (long long)t.fallback_files, (long long)t.dropped_files);
+                         (long long)t.fallback_files, (long long)t.dropped_files,
+                         (long long)t.in_flight);
 }
 
 static PyObject *Engine_reset_peak(Engine *self, PyObject *none)

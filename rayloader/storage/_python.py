@@ -340,6 +340,7 @@ class Engine:
         return (
             total.metadata_ops, total.reads, total.bytes, total.retries, total.read_seconds,
             self._peak, latency, total.direct_bytes, total.fallback_files, total.dropped_files,
+            self._reading,
         )  # fmt: skip
 
     def reset_peak(self) -> None:

@@ -311,6 +311,7 @@ class MemoryStorage:
                 **self._totals,
                 read_seconds=self._read_seconds,
                 peak_in_flight=self._peak,
+                in_flight=self._reading,
                 latency=tuple(self._latency),
             )
 

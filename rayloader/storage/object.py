@@ -360,6 +360,7 @@ class ObjectStorage:
             retries=self._retries,
             read_seconds=self._read_seconds,
             peak_in_flight=self._peak,
+            in_flight=self._reading,
             latency=tuple(self._latency),
             direct_fallback_files=self._fallback,
             throttled=self._throttled,

@@ -12,12 +12,12 @@ from rayloader.catalog import Catalog
 PACKAGE = Path(__file__).resolve().parents[2] / "rayloader"
 ROOMS = [
     "errors", "config", "limits", "sockets", "launch", "storage", "catalog", "plan", "arena",
-    "receipt", "checksums", "batches", "reader", "channel", "actor", "node", "guardian", "head",
-    "cluster", "remote", "position", "epoch", "loader", "dataset", "experiment", "fleet",
-    "cli", "testing",
+    "tally", "receipt", "checksums", "batches", "reader", "channel", "metrics", "actor", "node",
+    "guardian", "head", "cluster", "remote", "position", "epoch", "loader", "dataset",
+    "experiment", "fleet", "cli", "testing",
 ]  # fmt: skip
 FOREIGN = {
-    "ray": {"channel", "head", "cluster", "remote", "dataset", "fleet"},
+    "ray": {"channel", "metrics", "head", "cluster", "remote", "dataset", "fleet"},
     "torch": {"dataset", "experiment", "fleet"},
     "click": {"cli"},
     "rich": {"experiment", "fleet", "cli"},

@@ -1,0 +1,199 @@
+"""Metrics from end to end: a real Ray that exports them, and the dashboard that shows them."""
+
+import collections
+import json
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from rayloader import metrics
+from tests.census import Census, Process
+
+DASHBOARD = Path(__file__).resolve().parents[2] / "examples" / "grafana" / "rayloader.json"
+FILES, SIZE = 120, 3000
+HEAD = """
+import sys
+from ray.scripts.scripts import main
+sys.argv = ["ray", "start", "--head", "--block", "--port=0", "--node-ip-address=127.0.0.1",
+            "--include-dashboard=false", "--dashboard-agent-listen-port=0", "--num-cpus=1",
+            "--metrics-export-port=0", "--disable-usage-stats", "--temp-dir=" + sys.argv[1]]
+main()
+"""
+DRIVER = """
+import json, os, signal, sys, time
+import rayloader
+from rayloader.launch import Launch
+
+def said(report):
+    return [one for rank in report.ranks for one in rank.receipts]
+
+source, address = sys.argv[1:]
+receipts = []
+fleet = rayloader.Fleet(source, ranks=2, batch_size=4, on_error="skip", ray=address, progress=False)
+with fleet:
+    os.remove(os.path.join(source, "000.bin"))
+    receipts += said(fleet.run_epoch())
+    time.sleep(6)                               # until what has been read is told
+    os.kill(receipts[1]["reader_pid"], signal.SIGKILL)
+    receipts += said(fleet.run_epoch())
+    other = rayloader.RankDataset(
+        [os.path.join(source, name) for name in ("001.bin", "000.bin")], ray=address,
+        shuffle=False, launch=Launch(0, 1, 0, 1, "another run", "test"),
+    )
+    with other:
+        try:
+            list(other)
+        except rayloader.errors.ObjectNotFound:
+            pass
+        import ray
+        port = ray.nodes()[0]["MetricsExportPort"]
+        print(json.dumps({"port": port, "ranks": receipts, "other": other.receipt.asdict()}),
+              flush=True)
+        sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def census():
+    one = Census()
+    yield one
+    one.close()
+
+
+def start_head(census, directory, **environ):
+    """A Ray of the test's own; its address. It ends with the census."""
+    head = Process([sys.executable, "-c", HEAD, directory], census.environ(**environ))
+    census._started.append(head)
+    said, deadline = "", time.monotonic() + 40
+    while "Ray runtime started" not in said and time.monotonic() < deadline:
+        said = head.line(40)
+    return Path(directory, "ray_current_cluster").read_text().strip()
+
+
+def scraped(port):
+    """Prometheus' text as Ray exports it: (metric, its type), and (name, labels, value)."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    kinds = dict(line.split()[2:4] for line in lines if line.startswith("# TYPE ray_rayloader_"))
+    found = []
+    for line in lines:
+        if line.startswith("ray_rayloader_"):
+            name, labels, value = re.fullmatch(r"(\w+)\{(.*)\} (\S+)", line).groups()
+            found.append((name, dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value)))
+    return kinds, found
+
+
+def totals(found):
+    """(metric without ``ray_``, run, rank[, le]) → the sum over all readers."""
+    sums = collections.Counter()
+    for name, labels, value in found:
+        key = (name.removeprefix("ray_"), labels["run"], labels["rank"])
+        sums[(*key, labels["le"]) if "le" in labels else key] += value
+    return sums
+
+
+def queried():
+    """Every expression of the dashboard."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+@pytest.mark.timeout(120)
+def test_what_prometheus_gets_is_what_the_receipts_say_and_all_that_the_dashboard_asks_for(
+    census, tmp_path
+):
+    for number in range(FILES):
+        (tmp_path / f"{number:03}.bin").write_bytes(bytes(SIZE))
+    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    fast = {"RAY_metrics_report_interval_ms": "1000"}
+    address = start_head(census, census.tmp + "/r", **secret, **fast)
+    driver = census.start(DRIVER, str(tmp_path), address, **secret)
+    line = ""
+    while not line.startswith("{"):  # Ray has its own words for the reader that was killed
+        line = driver.line(60)
+    told = json.loads(line)
+    deadline = time.monotonic() + 20
+    while True:
+        kinds, found = scraped(told["port"])
+        sums = totals(found)
+        if sums["rayloader_errors_total", "another run", "0"]:
+            break
+        assert time.monotonic() < deadline, sorted(sums)
+        time.sleep(0.5)
+    (run,) = {key[1] for key in sums} - {"another run"}
+    assert re.fullmatch(r"job [0-9a-f]+", run)
+
+    def of(rank, name):
+        return sum(one[name] for one in told["ranks"] if one["rank"] == rank)
+
+    def exported(rank, name):
+        return sums[f"rayloader_{name}", run, str(rank)]
+
+    for rank in (0, 1):
+        assert exported(rank, "files_total") == of(rank, "files")
+        assert exported(rank, "delivered_bytes_total") == of(rank, "bytes")
+        assert exported(rank, "batches_total") == of(rank, "steps")
+        assert exported(rank, "stall_seconds_total") == pytest.approx(of(rank, "stall_seconds"))
+        assert exported(rank, "concurrency") == 64 * len(
+            {labels["WorkerId"] for name, labels, _ in found
+             if name == "ray_rayloader_concurrency"
+             and (labels["run"], labels["rank"]) == (run, str(rank))}
+        )  # fmt: skip
+    skips = sum(len(one["skipped"]) for one in told["ranks"])
+    assert exported(0, "skipped_files_total") + exported(1, "skipped_files_total") == skips == 2
+    assert [exported(rank, "restarts_total") for rank in (0, 1)] == [0, 1]
+    for name, field in (
+        ("read_bytes_total", "bytes_transferred"), ("reads_total", "reads"),
+        ("metadata_operations_total", "metadata_ops"), ("retries_total", "retries"),
+    ):  # fmt: skip
+        # What the reader that was killed had counted since it was last asked has gone with it.
+        assert [exported(0, name), exported(1, name)] == [of(0, field), of(1, field)]
+    for rank in (0, 1):
+        latencies = {
+            float(key[3]): count
+            for key, count in sums.items()
+            if key[:3] == (metrics.LATENCY, run, str(rank))
+        }
+        assert latencies[float("inf")] == of(rank, "reads")
+        assert sorted(latencies.values()) == [latencies[edge] for edge in sorted(latencies)]
+    assert sums["rayloader_errors_total", "another run", "0"] == 1
+    assert sums["rayloader_files_total", "another run", "0"] == told["other"]["files"] == 1
+    assert {labels["storage"] for _, labels, _ in found} == {"file"}
+
+    asked = set(re.findall(r"ray_rayloader_\w+", " ".join(queried())))
+    assert asked == {name for name, _, _ in found}
+    assert kinds == {
+        **{f"ray_{name}": "counter" for name in (*metrics.COUNTERS, metrics.LATENCY)},
+        **{f"ray_{name}": "gauge" for name in metrics.GAUGES},
+    }
+    driver.tell()
+    status, text = driver.wait()
+    assert (status, "Traceback" in text) == (0, False), text
+
+
+def test_the_dashboard_asks_for_every_metric_and_selects_by_run_and_rank():
+    asked = set(re.findall(r"ray_(rayloader_\w+)\{(.*?)\}", " ".join(queried())))
+    assert {name for name, _ in asked} == {*metrics.COUNTERS, *metrics.GAUGES, metrics.LATENCY}
+    assert {labels for _, labels in asked} == {'run=~"$run",rank=~"$rank"'}
+    board = json.loads(DASHBOARD.read_text())
+    assert [one["name"] for one in board["templating"]["list"]] == ["datasource", "run", "rank"]
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
+def test_the_dashboards_expressions_are_promql(tmp_path):
+    rules = tmp_path / "rules.json"  # which is YAML too
+    plain = [
+        expr.replace("$__rate_interval", "1m").replace("$__range", "30m") for expr in queried()
+    ]
+    named = [{"record": f"number_{i}", "expr": expr} for i, expr in enumerate(plain)]
+    rules.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": named}]}))
+    ran = subprocess.run(["promtool", "check", "rules", rules], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
