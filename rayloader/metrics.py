@@ -37,8 +37,9 @@ COUNTERS = {
 }
 """Name → what it counts."""
 LATENCY = "rayloader_read_latency_seconds_bucket_total"
-"""Reads that took no longer than the label ``le`` [s]: the buckets of a Prometheus histogram. Ray's
-own ``Histogram`` takes one call for each read, and repeats each in its agent."""
+"""The buckets of a Prometheus histogram. Ray's own ``Histogram`` takes one call for each read, and
+repeats each in its agent."""
+LATENCY_TEXT = "Reads that took no longer than the label `le` says, in seconds."
 GAUGES = {
     "rayloader_reads_in_flight": "Reads in flight now.",
     "rayloader_concurrency": "Ceiling on reads in flight.",
@@ -82,7 +83,7 @@ class Publisher:
         self._run = run
         self._counters = {name: Counter(name, text, TAGS) for name, text in COUNTERS.items()}
         self._gauges = {name: Gauge(name, text, TAGS) for name, text in GAUGES.items()}
-        self._latency = Counter(LATENCY, "Reads by their duration.", (*TAGS, "le"))
+        self._latency = Counter(LATENCY, LATENCY_TEXT, (*TAGS, "le"))
         self._before = Counters()
         self._cpu_before = 0.0
         self._known: set[tuple[str, ...]] = set()

@@ -15,12 +15,13 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import report
-from rayloader import cli, errors
+from rayloader import cli, errors, metrics
 from rayloader.config import Options
 from rayloader.receipt import Receipt
 
 ROOT = Path(__file__).resolve().parents[2]
 README, CLI = ROOT / "README.md", ROOT / "docs" / "cli.md"
+METRICS = ROOT / "docs" / "metrics.md"
 WIDTH = 92
 
 
@@ -61,6 +62,19 @@ def receipt_table():
     return "\n".join(lines)
 
 
+def metrics_table():
+    """As Ray exports them."""
+    kinds = (
+        ("counter", metrics.COUNTERS),
+        ("counter, label `le`", {metrics.LATENCY: metrics.LATENCY_TEXT}),
+        ("gauge", metrics.GAUGES),
+    )
+    rows = [
+        f"| `ray_{name}` | {kind} | {text} |" for kind, all_ in kinds for name, text in all_.items()
+    ]
+    return "\n".join(["| metric | type | |", "|---|---|---|", *rows])
+
+
 def help_of(*names):
     """What ``rayloader NAMES --help`` prints in a terminal of ``WIDTH`` columns."""
     ran = CliRunner().invoke(
@@ -99,6 +113,7 @@ PARTS = {
     "receipt": (README, receipt_table),
     "object-results": (README, object_results),
     "help": (CLI, all_help),
+    "metrics": (METRICS, metrics_table),
 }
 
 

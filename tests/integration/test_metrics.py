@@ -105,6 +105,7 @@ def queried():
     return [target["expr"] for panel in panels for target in panel["targets"]]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_what_prometheus_gets_is_what_the_receipts_say_and_all_that_the_dashboard_asks_for(
     census, tmp_path
