@@ -7,6 +7,7 @@
 #   make check    style, types
 #   make bench    the figures of the README; takes about 12 minutes of a quiet machine
 #   make bench-objects   the same for object storage; 15 minutes
+#   make bench-scale   ranks and entries by the thousand and the million; 10 minutes
 #   make docs     write what the README and docs/ take from the code: options, help
 #   make clean    remove what was built here; .venv, .venv-dlio and data/ stay
 
@@ -20,7 +21,7 @@ NATIVE := setup.py $(wildcard rayloader/storage/*.c rayloader/storage/*.h)
 DEMO_FILES ?= 1000
 DEMO_SIZE ?= 322624
 
-.PHONY: demo test test-slow check bench bench-objects docs clean
+.PHONY: demo test test-slow check bench bench-objects bench-scale docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/rayloader generate data/demo --files $(DEMO_FILES) --size $(DEMO_SIZE)
@@ -43,6 +44,9 @@ bench: $(VENV)/.installed-bench
 
 bench-objects: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.objects
+
+bench-scale: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.scale
 
 docs: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs.test_generated

@@ -311,12 +311,14 @@ class SharedCatalog:
         path: of the owner's open file.
         node_id: the owner's Ray node, hex.
         copy: a reference to ``Catalog.dumps()`` in Ray's object store; ``None``: there is one node.
+        digest: of the catalog, which the owner has computed once for all.
         here: the node of the process that is given this.
     """
 
     path: str
     node_id: str
     copy: Any
+    digest: str
     here: str = ""
 
     def load(self) -> Catalog:
@@ -328,10 +330,11 @@ class SharedCatalog:
         if self.here != self.node_id and self.copy is not None:
             import ray
 
-            return Catalog.loads(ray.get(self.copy), "the Fleet's catalog", b"/")
+            loaded = Catalog.loads(ray.get(self.copy), "the Fleet's catalog", b"/")
+            return loaded.with_digest(self.digest)
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return Catalog.from_fd(fd)
+            return Catalog.from_fd(fd).with_digest(self.digest)
         finally:
             os.close(fd)
 

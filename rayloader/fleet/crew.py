@@ -82,9 +82,10 @@ class Crew:
         """
         with self._lock:
             self._join()
-            places = self._places(range(len(self._members), ranks))
+            alive = self._nodes()
+            places = self._places(range(len(self._members), ranks), alive)
             starting = [
-                (rank, node_id, self._start(rank, node_id, ranks))
+                (rank, node_id, self._start(rank, node_id, ranks, len(alive)))
                 for rank, node_id in places.items()
             ]
             try:
@@ -117,8 +118,8 @@ class Crew:
             others = [member for member in self._members if member is not lost]
             node_id = lost.node_id
             if node_id not in alive:
-                node_id = _least(alive, others)
-            actor, opening = self._start(lost.rank, node_id, len(self._members))
+                node_id = _least(alive, _ranks_on(others))
+            actor, opening = self._start(lost.rank, node_id, len(self._members), len(alive))
             member = Member(lost.rank, node_id, actor, self._opened(actor, opening))
             self._members[self._members.index(lost)] = member
             return member
@@ -188,20 +189,20 @@ class Crew:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         return [here] * (here in alive) + sorted(alive - {here})
 
-    def _places(self, ranks: Iterable[int]) -> dict[int, str]:
+    def _places(self, ranks: Iterable[int], alive: list[str]) -> dict[int, str]:
         """The node of each new rank: that with the fewest so far."""
-        alive = self._nodes()
-        taken = list(self._members)
+        taken = _ranks_on(self._members)
         places: dict[int, str] = {}
         for rank in ranks:
-            places[rank] = _least(alive, taken, places.values())
+            places[rank] = _least(alive, taken)
+            taken[places[rank]] += 1
         return places
 
-    def _start(self, rank: int, node_id: str, ranks: int) -> tuple[Any, Any]:
+    def _start(self, rank: int, node_id: str, ranks: int, nodes: int) -> tuple[Any, Any]:
         """Start an actor and have it open its data set; the actor, and what it will say."""
         import ray
 
-        on_node = -(-ranks // max(1, len(self._nodes())))
+        on_node = -(-ranks // max(1, nodes))
         launch = Launch(rank, ranks, min(rank, on_node - 1), on_node, None, "fleet")
         threads = max(1, (os.cpu_count() or 1) // on_node)
         actor = (
@@ -222,7 +223,8 @@ class Crew:
         if (node_id != here or not self._connection.same_node) and self._copy is None:
             self._copy = ray.put(self.catalog.dumps())
         owner = here if self._connection.same_node else ""
-        return SharedCatalog(f"/proc/{os.getpid()}/fd/{self._fd}", owner, self._copy, node_id)
+        path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        return SharedCatalog(path, owner, self._copy, self.catalog.digest, node_id)
 
     def _opened(self, actor: Any, opening: Any) -> Hello:
         import ray
@@ -257,7 +259,12 @@ def _last_line(failure: Exception) -> str:
     return telling[-1][:300] if telling else type(failure).__name__
 
 
-def _least(alive: list[str], members: list[Member], more: Iterable[str] = ()) -> str:
+def _ranks_on(members: list[Member]) -> collections.Counter[str]:
+    """How many ranks each node has."""
+    return collections.Counter(member.node_id for member in members)
+
+
+def _least(alive: list[str], ranks: collections.Counter[str]) -> str:
     """The node with the fewest ranks; the first of several.
 
     Raises:
@@ -265,7 +272,6 @@ def _least(alive: list[str], members: list[Member], more: Iterable[str] = ()) ->
     """
     if not alive:
         raise PlacementFailed("no node of this Ray is alive")
-    ranks = collections.Counter([*(member.node_id for member in members), *more])
     return min(alive, key=lambda node_id: ranks[node_id])
 
 

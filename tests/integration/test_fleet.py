@@ -115,6 +115,16 @@ def test_scaled_between_epochs_the_ranks_that_stay_keep_their_processes(fleet, e
     require_each_once(fleet.run_epoch(), everything)
 
 
+def test_starting_ranks_asks_ray_for_its_nodes_once_however_many_they_are(fleet, monkeypatch):
+    import ray
+
+    asked, nodes = [], ray.nodes
+    monkeypatch.setattr(ray, "nodes", lambda: asked.append(1) or nodes())
+    fleet.scale(4)
+    assert len(asked) == 1
+    fleet.scale(2)
+
+
 def test_scaled_while_an_epoch_runs_what_is_left_is_dealt_out_anew(fleet, everything):
     before = fleet.pids
     fleet.scale(3)

@@ -1,0 +1,106 @@
+"""What a Fleet of 1 to 8 ranks reads from a storage whose every answer takes 5 ms.
+
+Method: 4,800 objects of 1 KB from a server on this machine (``slow_server.py``), four requests in
+flight per rank: latency bounds a rank at 800 objects/s, and ranks add up until the CPUs, which
+server, readers and consumers share, are used up. Each number of ranks has a warm-up epoch, which
+does not count, and some that do. Beside the rate stands how busy the CPUs were.
+
+Command: ``python -m benchmarks.scale --only fleet``.
+
+Peers: the same Fleet with one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import rayloader
+from rayloader.experiment.generate import generate
+from tests.s3.servers import credentials
+
+LATENCY = 0.005
+"""Between a request and its answer [s]."""
+OBJECTS, SIZE = 4_800, 1_000
+CONCURRENCY, BATCH = 4, 24
+RANKS = (1, 2, 3, 4, 6, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """Of a Fleet.
+
+    Attributes:
+        ranks: how many.
+        files_per_second: in each epoch [objects/s].
+        busy: of all CPUs, the median over the epochs [0..1].
+        limit: what the report of the last epoch names.
+    """
+
+    ranks: int
+    files_per_second: list[float]
+    busy: float
+    limit: str
+
+    @property
+    def median(self) -> float:
+        """The middle of the epochs [objects/s]."""
+        return statistics.median(self.files_per_second)
+
+
+def run(data: Path, quick: bool) -> list[Rate]:
+    """Measure every number of ranks."""
+    bucket = data / "small-objects"
+    if not bucket.exists():
+        generate(bucket, files=OBJECTS, size=SIZE, seed=1)
+    epochs, ranks = (2, RANKS[:3]) if quick else (5, RANKS)
+    with _server(data) as endpoint:
+        os.environ.update(credentials(endpoint))
+        with rayloader.Fleet(
+            _catalog(bucket),
+            concurrency=CONCURRENCY,
+            batch_size=BATCH,
+            endpoint_url=endpoint,
+            progress=False,
+            start_timeout=300.0,
+        ) as fleet:
+            rates = [_rate(fleet, many, epochs) for many in ranks]
+    rayloader.shutdown()
+    return rates
+
+
+def _catalog(bucket: Path) -> rayloader.Catalog:
+    """What is in the bucket, with sizes: one request for each object, and no listing."""
+    listed = rayloader.Catalog.from_source(bucket, stat=True)
+    return rayloader.Catalog(f"s3://{bucket.name}".encode(), listed.keys, listed.sizes)
+
+
+def _rate(fleet: rayloader.Fleet, ranks: int, epochs: int) -> Rate:
+    fleet.scale(ranks)
+    fleet.run_epoch()
+    reports = [fleet.run_epoch() for _ in range(epochs)]
+    return Rate(
+        ranks,
+        [report.files_per_second for report in reports],
+        statistics.median(report.evidence.node_busy for report in reports),
+        reports[-1].limit.name,
+    )
+
+
+@contextlib.contextmanager
+def _server(data: Path) -> Iterator[str]:
+    """The server's process, over all of ``data``; its endpoint."""
+    command = [sys.executable, "-m", "benchmarks.slow_server", str(data), str(LATENCY)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        yield process.stdout.readline().strip()
+        process.stdin.close()
