@@ -25,7 +25,7 @@ COUNTERS = {
     "rayloader_read_seconds_total": "Their durations; its rate is the mean number in flight.",
     "rayloader_metadata_operations_total": "Opens, stats and HEADs.",
     "rayloader_retries_total": "Requests that were sent again.",
-    "rayloader_throttled_total": 'Requests that the storage answered with "slow down".',
+    "rayloader_throttled_total": 'Calls that the storage answered with "slow down".',
     "rayloader_reader_cpu_seconds_total": "CPU time of the reader's process.",
     "rayloader_files_total": "Samples delivered to the trainer, or read and dropped.",
     "rayloader_delivered_bytes_total": "Their sizes.",
