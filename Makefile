@@ -3,7 +3,7 @@
 #
 #   make demo     read 1,000 files on two ranks, with torch's DataLoader beside it
 #   make test     the tests, but for the slow ones
-#   make test-slow   the slow ones: several nodes, notebooks, two DLIO jobs
+#   make test-slow   the slow ones: several nodes, a cluster, notebooks, two DLIO jobs
 #   make check    style, types
 #   make bench    the figures of the README; takes about 12 minutes of a quiet machine
 #   make bench-objects   the same for object storage; 15 minutes
@@ -16,6 +16,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DLIO := .venv-dlio
+HOSTS := .hosts
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NATIVE := setup.py $(wildcard rayloader/storage/*.c rayloader/storage/*.h)
 DEMO_FILES ?= 1000
@@ -30,7 +31,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-test $(DLIO)/.installed
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: $(VENV)/.installed-test $(DLIO)/.installed
+test-slow: $(VENV)/.installed-test $(DLIO)/.installed $(HOSTS)/.installed
 	$(BIN)/python -m pytest -m slow
 
 check: $(VENV)/.installed-test
@@ -89,3 +90,20 @@ $(DLIO)/.installed: constraints.txt constraints-dlio.txt | $(VENV)/.installed-te
 	$(PIP:pip=pip --python $(DLIO)/bin/python) --constraint constraints-dlio.txt \
 		--no-deps dlio-benchmark
 	@touch $@
+
+# What the hosts of tests/hosts.py need and this machine has not: Debian's packages are unpacked
+# here, and not installed, so that no server starts and no user is made. Where that is impossible,
+# those tests are skipped, and say so.
+SERVERS := openssh-server openssh-client rsync
+DEBS := $(CURDIR)/$(HOSTS)/debs
+$(HOSTS)/.installed:
+	@rm -rf $(HOSTS)
+	@mkdir -p $(DEBS)/partial $(HOSTS)/usr/lib $(HOSTS)/lib
+	@[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+		apt-get install -qq --yes --no-install-recommends --download-only \
+			-o Dir::Cache::archives=$(DEBS) $(SERVERS) >/dev/null && \
+		for deb in $(DEBS)/*.deb; do \
+			[ ! -e "$$deb" ] || dpkg --extract "$$deb" $(HOSTS) || exit; \
+		done && \
+		cp -a $(HOSTS)/lib/. $(HOSTS)/usr/lib/ && touch $@ || \
+		echo "No $(SERVERS) to be had: tests that need hosts will be skipped." >&2

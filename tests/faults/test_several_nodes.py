@@ -6,16 +6,15 @@ each has a private Ray, and only torch.distributed connects them.
 
 import contextlib
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from functools import partial
 
 import pytest
 
-from tests.census import Census, read
+from tests.census import Census
+from tests.hosts import Host, cable
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 FILES = 12
@@ -122,65 +121,27 @@ outcome(lambda: opened("local"))
 """
 
 
-class Host:
-    """A host as far as Ray knows: a network, processes and mounts of its own."""
-
-    def __init__(self):
-        apart = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "sleep", "300"]
-        self._holder = subprocess.Popen(apart, stderr=subprocess.DEVNULL)
-        self.pid = 0
-        deadline = time.monotonic() + 5
-        while not self.pid and self._holder.poll() is None and time.monotonic() < deadline:
-            children = read(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").split()
-            if children and read(f"/proc/{int(children[0])}/cmdline").startswith(b"sleep"):
-                self.pid = int(children[0])
-        if not self.pid:
-            pytest.skip("no namespaces can be made here")
-        self.prefix = ["nsenter", "-t", str(self.pid), "--net", "--pid", "--mount"]
-
-    def plug(self, link, address):
-        """Give it the end of a cable."""
-        run("ip", "link", "set", link, "netns", str(self.pid))
-        for words in (["addr", "add", f"{address}/30", "dev", link], ["link", "set", link, "up"],
-                      ["link", "set", "lo", "up"]):  # fmt: skip
-            run(*self.prefix, "ip", *words)
-
-    def close(self):
-        """End all that runs on it: the first process of a host takes the others along."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        self._holder.wait(10)
-
-
 @pytest.fixture
 def cluster_of_two(census):
     """A Ray of two hosts; (its address, the second host, what pulls the cable)."""
     with contextlib.ExitStack() as stack:
         one, two = hosts = [stack.enter_context(contextlib.closing(Host())) for _ in "ab"]
-        ends = [f"rl{side}{os.getpid() % 99999}" for side in "ab"]
-        try:
-            run("ip", "link", "add", "name", ends[0], "type", "veth", "peer", "name", ends[1])
-            for host, end, address in zip(hosts, ends, ADDRESSES, strict=True):
-                host.plug(end, address)
-        except (subprocess.CalledProcessError, FileNotFoundError) as error:
-            pytest.skip(f"no network between them: {getattr(error, 'stderr', error)}")
+        cable(one, "eth0", two, "eth0")
+        for host, address in zip(hosts, ADDRESSES, strict=True):
+            host.plug("eth0", address)
         start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
         head = ["--head", "--port=6399", "--include-dashboard=false", f"--temp-dir={census.tmp}/r"]
         joins = [head, [f"--address={ADDRESSES[0]}:6399"]]
         for host, address, join in zip(hosts, ADDRESSES, joins, strict=True):
             here = f"--node-ip-address={address}"
-            run(*host.prefix, *start, here, *SMALL, *join, env=census.environ(**SECRET))
-        pull = partial(run, *one.prefix, "ip", "link", "set", ends[0], "down")
+            host.run(*start, here, *SMALL, *join, env=census.environ(**SECRET))
+        pull = partial(one.run, "ip", "link", "set", "eth0", "down")
         yield f"{ADDRESSES[0]}:6399", two, pull
 
 
 ADDRESSES = ["10.231.78.1", "10.231.78.2"]
 SMALL = ["--num-cpus=1", "--object-store-memory=80000000"]
 SECRET = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
-
-
-def run(*command, env=None):
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=40, env=env)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make network namespaces")
