@@ -48,6 +48,7 @@ class Launch:
         launcher: ``torchrun``, ``openmpi``, ``pmi``, ``slurm``, ``single``, or the name that a
             caller gives who knows better.
         node_cpus: all CPUs that this node's ranks may use together; empty: nobody has asked.
+        run_name: the run's name in metrics, where not everybody may know ``run_id``.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class Launch:
     run_id: str | None
     launcher: str
     node_cpus: tuple[int, ...] = ()
+    run_name: str | None = None
 
     def __post_init__(self) -> None:
         _within("rank", self.rank, self.world_size)

@@ -253,7 +253,8 @@ class RemoteReader:
 
         placement = cluster.place_reader(self._connection)
         actor = ray.remote(ReaderActor).options(max_concurrency=CALLS_AT_ONCE, **placement)
-        run = self._launch.run_id or f"job {ray.get_runtime_context().get_job_id()}"
+        job = ray.get_runtime_context().get_job_id()
+        run = self._launch.run_name or self._launch.run_id or f"job {job}"
         return actor.remote(self._options, self._cpus(), run)
 
     def _connect(self, address: str) -> Channel:

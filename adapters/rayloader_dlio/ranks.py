@@ -69,7 +69,9 @@ class Ranks:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.run: str = self.from_first(secrets.token_hex(16))
-        """The run's name, which nobody else can know."""
+        """What the run's ranks find each other by; nobody else can know it."""
+        self.name: str = self.from_first(secrets.token_hex(8))
+        """The run's name in records and metrics, which opens nothing."""
         self.launch = self._find_place()
 
     @contextlib.contextmanager
@@ -139,6 +141,7 @@ class Ranks:
             local_world_size=node.size,
             run_id=f"dlio:{self.run}:{first}",  # a node is an island, also where two share a host
             launcher="dlio",
+            run_name=f"dlio {self.name}",
             node_cpus=tuple(sorted({cpu for mask in masks for cpu in mask})),
         )
         node.Free()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import platform
@@ -110,20 +109,9 @@ class Run:
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, run: str, args: Any, environ: Mapping[str, str]) -> Run:
-        """What is known at the start.
-
-        Args:
-            run: its identity, which no record may give away.
-            args: DLIO's.
-            environ: this rank's.
-        """
-        return cls(
-            hashlib.sha256(f"receipt {run}".encode()).hexdigest()[:16],
-            platform.node(),
-            environment(environ),
-            versions(args),
-        )
+    def of(cls, name: str, args: Any, environ: Mapping[str, str]) -> Run:
+        """What is known at the start, with DLIO's ``args`` and this rank's environment."""
+        return cls(name, platform.node(), environment(environ), versions(args))
 
 
 class Writer:

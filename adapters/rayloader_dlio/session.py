@@ -92,7 +92,7 @@ class Session:
         self._clerk = ThreadPoolExecutor(1, "rayloader-records")
         """Hashes names and writes records while DLIO goes on."""
         self._written: Future[None] | None = None
-        self.run = records.Run.of(self.ranks.run, args, environ)
+        self.run = records.Run.of(self.ranks.name, args, environ)
         self.writer = self._open_records()
         self.ray = kernel.RayProcesses()
         self.mount = kernel.mount_of(args.data_folder) if self._reads_files else None

@@ -47,6 +47,13 @@ def test_two_runs_have_different_names():
     assert len(names) == 3
 
 
+def test_what_all_may_know_of_a_run_is_one_name_that_tells_nothing_of_the_secret_one():
+    found = on_all(World(nodes=[2, 1]), lambda ranks: (ranks.launch.run_name, ranks.run))
+    (shown,), (secret,) = map(set, zip(*found, strict=True))
+    assert shown.startswith("dlio ")
+    assert shown.removeprefix("dlio ") not in secret
+
+
 def test_a_failure_of_one_rank_is_the_error_of_all():
     def act(ranks):
         with ranks.together():
