@@ -110,7 +110,7 @@ def ray(site, command, *words, timeout=280):
     return site.desk.run("env", "-C", str(ROOT), RAY, command, CONFIG, *words, timeout=timeout)
 
 
-def until_both_are_in(site, seconds=90):
+def until_both_are_in(site, seconds=240):
     """Wait until Ray has both hosts."""
     deadline = time.monotonic() + seconds
     while len(alive := hosts_of_ray(site)) < len(site.hosts):

@@ -8,7 +8,7 @@ from tests.dlio.harness import Dlio
 from tests.dlio.truth import fingerprint, prefix
 from tests.hosts import HOME, PATH
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FILES, BATCH, EPOCHS = 64, 4, 2
 EACH = [("train", epoch, rank) for epoch in range(1, EPOCHS + 1) for rank in (0, 1)]
 PASSED_ON = (

@@ -23,7 +23,7 @@ from tests.cluster.conftest import (
 )
 from tests.hosts import ADDRESSES, HOME, ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 HEAD = ADDRESSES["one"]
 DRIVER = """
 import json, sys, rayloader
