@@ -185,6 +185,7 @@ class ReaderActor:
                 drop_cache=options.drop_cache,
                 engine=options.engine,
                 ranges_bytes=options.ranges_bytes,
+                peek=True,
                 request_timeout=options.request_timeout,
                 retry_seconds=options.retry_seconds,
                 access=access if access is not None else Access.found(os.environ, options),

@@ -81,6 +81,10 @@ class StorageSpec:
     ranges_bytes: int = 64 << 20
     """Object storage: bound on ranges that have arrived and not yet been put into place, beside
     the attached memory [bytes]."""
+    peek: bool = False
+    """S3: learn the size of a small object by reading it, so that one request does for both. What
+    was read when it was measured is what ``fetch`` gives, and is held until then, beside the
+    attached memory, within ``ranges_bytes``."""
     request_timeout: float = 60.0
     """Object storage: a request that has not ended by then is given up and sent again [s]."""
     retry_seconds: float = 120.0

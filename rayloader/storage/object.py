@@ -3,7 +3,8 @@
 One thread runs an asyncio loop and owns everything that is under way. Each object of up to
 ``part_bytes`` is one GET that s3dlio writes straight to its place in the caller's memory, with the
 size that was listed as its condition. A larger object is read as ranges, between two HEADs whose
-ETags must agree: so all ranges are of one version.
+ETags must agree: so all ranges are of one version. Where no size is known, a small object is read
+by one range that is larger than it, which also tells its size.
 
 A call of s3dlio costs more than the copying of a few hundred kilobytes. So small objects are asked
 for a few per call, several calls at once, and copied into place, unless one by one brings more. A
@@ -84,6 +85,7 @@ class _Kind(enum.Enum):
     """What a request is for."""
 
     HEAD = "learn the size"
+    PEEK = "read an object whose size is not known, if it is small"
     ASK = "learn why HEAD was refused, which cannot say"
     WHOLE = "read an object"
     PIN = "learn the version that ranges are to be of"
@@ -93,7 +95,7 @@ class _Kind(enum.Enum):
     @property
     def is_read(self) -> bool:
         """It brings bytes of an object."""
-        return self in (_Kind.WHOLE, _Kind.RANGE)
+        return self in (_Kind.PEEK, _Kind.WHOLE, _Kind.RANGE)
 
 
 class _Stage(enum.Enum):
@@ -125,6 +127,8 @@ class _Group:
         self.sizes: list[int] = list(self.listed)
         self.places = [SKIP] * keys.n
         self.failures: dict[int, StorageError] = {}
+        self.peeked: dict[int, npt.NDArray[np.uint8]] = {}
+        """All bytes of small objects that were read when they were to be measured."""
         self.versions: dict[int, _Version] = {}
         """Of large objects, what their ranges are of."""
         self.parts_left: dict[int, int] = {}
@@ -222,6 +226,12 @@ class ObjectStorage:
         self._queue: deque[_Op] = deque()
         self._window = Window(spec.concurrency)
         self._bundling = Bundling()
+        self._peeks = 0
+        """Peeks in flight."""
+        self._peeked_bytes = 0
+        """Held until they are fetched, of all groups [bytes]."""
+        self._may_be_small = True
+        """The last object of unknown size was one that a peek gets whole."""
         self._answered = False
         self._ticking = False
         self._lingering: asyncio.TimerHandle | None = None
@@ -263,7 +273,7 @@ class ObjectStorage:
         self._bytes = np.frombuffer(view, np.uint8)
 
     def measure(self, group: int, root: bytes, keys: Keys) -> None:
-        """See ``BulkReader``. One HEAD for each object."""
+        """See ``BulkReader``. One HEAD for each object; with ``peek`` one GET, if it is small."""
         self._check()
         if group in self._groups:
             raise UsageError(f"group {group} is in use")
@@ -322,6 +332,8 @@ class ObjectStorage:
                 gone.discarded = True
                 if gone.running:
                     self._leaving.add(gone)
+                if self._spec.peek:
+                    self._loop.call_soon_threadsafe(self._forget_peeked, gone)
 
     def settled(self, group: int | None = None) -> bool:
         """See ``BulkReader``."""
@@ -421,7 +433,7 @@ class ObjectStorage:
         for i in range(group.n):
             if i not in group.failures:
                 group.unfinished += 1
-                self._queue.append(_Op(group, i, _Kind.HEAD))
+                self._queue.append(_Op(group, i, _Kind.PEEK, 0, self._peek_bytes))
         if not group.unfinished:
             self._complete(group)
         self._pump()
@@ -449,7 +461,7 @@ class ObjectStorage:
 
     def _begin_fetch(self, group: _Group) -> None:
         for i, place in enumerate(group.places):
-            if place == SKIP:
+            if place == SKIP or i in group.peeked:
                 continue
             group.unfinished += 1
             if group.sizes[i] <= self._part(place):
@@ -458,6 +470,9 @@ class ObjectStorage:
                 self._queue.extend(self._ranges(group, i))
             else:
                 self._queue.append(_Op(group, i, _Kind.PIN))
+        if group.peeked:
+            self._put_peeked(group)
+            self._forget_peeked(group)
         if not group.unfinished:
             self._complete(group)
         self._pump()
@@ -483,6 +498,34 @@ class ObjectStorage:
         each = self._spec.ranges_bytes // self._window.ceiling
         return max(PAGE, each // PAGE * PAGE)
 
+    @property
+    def _peek_bytes(self) -> int:
+        """What one peek may bring: less than a range, because it is held a while [bytes]."""
+        return min(self._spec.part_bytes, max(PAGE, self._range_bytes // 2))
+
+    def _may_peek(self) -> bool:
+        spec = self._spec
+        held = self._peeked_bytes + (self._peeks + 1) * self._peek_bytes
+        return (
+            spec.peek and spec.scheme == "s3" and self._may_be_small and held <= spec.ranges_bytes
+        )
+
+    def _put_peeked(self, group: _Group) -> None:
+        """Put what measuring has brought into its places."""
+        with self._lock:
+            if group.discarded:
+                return
+            group.running += 1  # its memory stays its own meanwhile
+        for i, data in group.peeked.items():
+            if group.places[i] != SKIP:
+                self._put(data, group.places[i])
+        with self._lock:
+            self._stopped_running(group)
+
+    def _forget_peeked(self, group: _Group) -> None:
+        self._peeked_bytes -= sum(map(len, group.peeked.values()))
+        group.peeked.clear()
+
     def _set_ceiling(self, concurrency: int) -> None:
         self._window.set_ceiling(concurrency)
         self._pump()
@@ -495,6 +538,8 @@ class ObjectStorage:
                 self._linger()
                 break
             op = self._queue.popleft()
+            if op.kind is _Kind.PEEK and not self._may_peek():
+                op.kind = _Kind.HEAD
             if op.index in op.group.failures:
                 self._part_done(op)  # another range of it has failed
             elif self._enter(op):
@@ -536,6 +581,7 @@ class ObjectStorage:
             op.began = time.perf_counter()
             op.first = op.first or op.began
             self._in_flight[op] = None
+        self._peeks += op.kind is _Kind.PEEK
         if op.kind.is_read:
             self._reading += 1
             self._peak = max(self._peak, self._reading)
@@ -589,7 +635,7 @@ class ObjectStorage:
         uri, client = self._uri(op), self._client
         if op.kind is _Kind.WHOLE:
             return client.get_into(uri, self._target(op), op.length)
-        if op.kind is _Kind.RANGE:
+        if op.kind in (_Kind.PEEK, _Kind.RANGE):
             return client.get_range(uri, op.offset, op.length)
         if op.kind is _Kind.ASK:
             return client.get_into(uri, memoryview(bytearray(1)), 1)
@@ -679,6 +725,7 @@ class ObjectStorage:
     def _leave(self, op: _Op, now: float) -> None:
         """Count a request as no longer in flight."""
         op.future = None
+        self._peeks -= op.kind is _Kind.PEEK
         if op.kind.is_read:
             self._reading -= 1
             self._reads += 1
@@ -686,10 +733,14 @@ class ObjectStorage:
             self._latency[latency_bucket(now - op.began)] += 1
         with self._lock:
             del self._in_flight[op]
-            op.group.running -= 1
-            if op.group.discarded and not op.group.running:
-                self._leaving.discard(op.group)
-                self._signal()
+            self._stopped_running(op.group)
+
+    def _stopped_running(self, group: _Group) -> None:
+        """One request less is in flight; with the lock held."""
+        group.running -= 1
+        if group.discarded and not group.running:
+            self._leaving.discard(group)
+            self._signal()
 
     def _outcome(self, op: _Op, future: asyncio.Future[Any]) -> tuple[Any, Failure | None]:
         """What a request brought, or why it failed."""
@@ -725,10 +776,12 @@ class ObjectStorage:
             error = self._other_size(op, len(data)) if whole else self._wrong_range(op, len(data))
             return Failure(error, passes=False)
         place = op.group.places[op.index]
-        if place != DROP:
-            start = place + op.offset
-            self._bytes[start : start + op.length] = data
+        self._put(data, place if place == DROP else place + op.offset)
         return None
+
+    def _put(self, data: npt.NDArray[np.uint8], place: int) -> None:
+        if place != DROP:
+            self._bytes[place : place + len(data)] = data
 
     def _wrong_range(self, op: _Op, length: int) -> StorageError:
         name = op.group.name(op.index)
@@ -750,9 +803,27 @@ class ObjectStorage:
             self._ask(op, made(ObjectNotFound, group.name(i), "no such object", self._access))
             return
         group.sizes[i] = found.size
+        self._may_be_small = found.size < self._peek_bytes
         if found.size > self._spec.part_bytes:
             group.versions[i] = _Version(found.etag, found.size)
         self._object_done(group)
+
+    def _peeked(self, op: _Op, view: Any) -> None:
+        """What came is all of the object, or it has to be asked for its size."""
+        group, i = op.group, op.index
+        data = np.frombuffer(view, np.uint8)
+        self._bytes_transferred += len(data)
+        if len(data) >= op.length:
+            self._may_be_small = False
+            self._measure_by_head(op)
+            return
+        group.sizes[i] = len(data)
+        group.peeked[i] = data
+        self._peeked_bytes += len(data)
+        self._object_done(group)
+
+    def _measure_by_head(self, op: _Op) -> None:
+        self._queue.appendleft(_Op(op.group, op.index, _Kind.HEAD))
 
     def _ask(self, op: _Op, why: StorageError) -> None:
         """A HEAD failed, whose answer has no body that could say why; a GET's has."""
@@ -828,6 +899,9 @@ class ObjectStorage:
                 return
             if op.again:
                 error.add_note(f"asked {op.again + 1} times in {now - op.first:.1f} s")
+        elif op.kind is _Kind.PEEK and isinstance(error, Truncated):
+            self._measure_by_head(op)  # of an empty object no range can be asked for
+            return
         elif not (op.kind.is_read or op.kind is _Kind.ASK):
             self._ask(op, error)
             return
@@ -888,6 +962,7 @@ class ObjectStorage:
 
 _SUCCEEDED: dict[_Kind, Callable[[ObjectStorage, _Op, Any], None]] = {
     _Kind.HEAD: ObjectStorage._measured,
+    _Kind.PEEK: ObjectStorage._peeked,
     _Kind.ASK: ObjectStorage._asked,
     _Kind.WHOLE: ObjectStorage._read_whole,
     _Kind.PIN: ObjectStorage._pinned,

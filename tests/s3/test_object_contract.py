@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from rayloader.testing import BulkReaderContract, SlowBulkReaderContract, content
+from rayloader.testing import BulkReaderContract, SlowBulkReaderContract, content, packed
 from tests.s3.reading import opened
 
 
@@ -116,6 +116,50 @@ def test_an_object_whose_size_is_not_listed_costs_two(proxy, hundred, objects):
     assert sorted(entry.method for entry in proxy.seen()) == ["GET"] * 100 + ["HEAD"] * 100
 
 
+def test_a_small_object_whose_size_is_not_listed_costs_one_request_when_it_is_peeked_at(
+    proxy, hundred, objects
+):
+    one = objects(hundred, peek=True)
+    read, failures = one.get(HUNDRED)
+    assert failures == {}
+    assert [read[i] for i in range(100)] == [content(key, SIZE) for key in HUNDRED]
+    seen = [(entry.method, entry.path) for entry in proxy.seen()]
+    assert sorted(seen) == sorted(("GET", f"hundred/{key.decode()}") for key in HUNDRED)
+    count = one.storage.counters()
+    assert (count.metadata_ops, count.reads, count.bytes_transferred) == (0, 100, 100 * SIZE)
+
+
+def test_a_peek_that_shows_a_large_object_is_the_last(proxy, hundred, objects):
+    one = objects(hundred, peek=True, **PEEKS_OF_4096)
+    read, failures = one.get(HUNDRED)
+    assert failures == {}
+    assert [read[i] for i in range(100)] == [content(key, SIZE) for key in HUNDRED]
+    assert len(proxy.seen("GET")) == 1 + 100
+    assert len(proxy.seen("HEAD")) == 100
+
+
+PEEKS_OF_4096 = {"ranges_bytes": 8192, "concurrency": 1}
+
+
+def test_what_is_held_until_it_is_fetched_is_bounded_and_given_back(proxy, folder, objects):
+    keys = [b"%d" % i for i in range(10)]
+    for key in keys:
+        folder.put(key.decode(), content(key, 1000))
+    one = objects(peek=True, **PEEKS_OF_4096)
+    for fetched in (False, True, True):
+        proxy.forget()
+        group, progress = one.measured(one.root, keys)
+        assert progress.sizes.tolist() == [1000] * 10
+        assert (len(proxy.seen("GET")), len(proxy.seen("HEAD"))) == (5, 5)
+        if fetched:
+            places = packed(progress.sizes)
+            one.storage.fetch(group, places)
+            one.wait(group)
+            assert [one.at(place, 1000) for place in places] == [content(k, 1000) for k in keys]
+        else:
+            one.storage.discard(group)
+
+
 @pytest.mark.parametrize("concurrency", [64, 5, 1])
 def test_the_server_sees_as_many_in_flight_as_are_allowed(proxy, hundred, objects, concurrency):
     one = objects(hundred, concurrency=concurrency)
@@ -146,6 +190,7 @@ def test_empty_objects_are_read_too(folder, objects):
         folder.put(key, b"")
     assert objects().get([b"nothing", b"else"]) == ({0: b"", 1: b""}, {})
     assert objects().get([b"nothing", b"else"], [0, 0]) == ({0: b"", 1: b""}, {})
+    assert objects(peek=True).get([b"nothing", b"else"]) == ({0: b"", 1: b""}, {})
 
 
 ODD = [

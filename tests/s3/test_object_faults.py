@@ -69,6 +69,11 @@ def test_an_object_that_has_gone_and_a_bucket_that_never_was_are_told_apart(prox
         assert type(objects("no-such-bucket").error(b"it", size)) is errors.BucketNotFound
 
 
+def test_what_is_peeked_at_and_not_there_costs_one_request(proxy, it, objects):
+    assert type(objects(peek=True).error(b"gone")) is errors.ObjectNotFound
+    assert [entry.method for entry in proxy.seen()] == ["GET"]
+
+
 def test_a_head_that_is_denied_says_why_all_the_same(proxy, it, objects):
     proxy.trouble(status=403, code="ExpiredToken")
     error = objects().error()

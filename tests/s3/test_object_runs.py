@@ -14,7 +14,7 @@ import pytest
 
 import rayloader
 from rayloader.catalog import Catalog
-from rayloader.errors import AccessDenied, TlsFailure
+from rayloader.errors import AccessDenied, Replaced, TlsFailure
 from rayloader.storage.access import Access
 from rayloader.storage.object_listing import S3Lister
 from rayloader.testing import content
@@ -110,6 +110,35 @@ def test_an_explicit_list_is_what_is_asked_for(proxy, source):
             keys = [key for batch in dataset for key in batch.keys]
             assert keys == mine
             assert asked_for(proxy) == dict.fromkeys(NAMES[epoch::3], 1)
+
+
+def test_a_list_that_no_listing_has_told_of_costs_one_request_per_object(proxy, source):
+    mine = [f"{source}/{name}" for name in NAMES[::4]]
+    with opened(mine) as dataset:
+        for epoch in range(2):
+            proxy.forget()
+            dataset.set_epoch(epoch)
+            keys = [key for batch in dataset for key in batch.keys]
+            assert sorted(keys) == sorted(mine)
+            assert asked_for(proxy) == dict.fromkeys(NAMES[::4], 1)
+            assert proxy.seen("HEAD") == []
+            assert dataset.receipt.bytes == len(mine) * SIZE
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_an_object_of_the_same_size_in_the_place_of_a_listed_one(proxy, s3, verify):
+    """Is noticed where it is compared with the ETag that was listed, and only there."""
+    for i in range(8):
+        put(s3, f"same/{i}", content(str(i), SIZE))
+    catalog = Catalog.from_source("s3://runs/same", etags=True)
+    put(s3, "same/5", content("another", SIZE))
+    with opened(catalog, verify=verify, batch_size=1, shuffle=False) as dataset:
+        if verify:
+            with pytest.raises(Replaced, match=r"^5: its MD5"):
+                list(dataset)
+        else:
+            read = {batch.keys[0]: batch[0].numpy().tobytes() for batch in dataset}
+            assert read["5"] == content("another", SIZE)
 
 
 def test_the_server_sees_64_in_flight(proxy, source):
