@@ -7,8 +7,8 @@ _SEVERAL = 8
 full when one of them ends [objects, calls]."""
 _PERIOD = 0.3
 """Of reading one way, before its rate is believed [s]."""
-_FIRST_PROBE, _LAST_PROBE = 1.0, 30.0
-"""Between two trials of the other way [s]."""
+_FIRST_PROBE, _LAST_PROBE = 2.0, 30.0
+"""Between two trials of the other way, which grows fourfold while the other is worse [s]."""
 _WORTH = 0.9
 """Several per call are preferred if they bring this much of what one by one brings."""
 _ALONE, _LONGEST_ALONE = 5.0, 300.0
@@ -84,7 +84,7 @@ class Bundling:
         several, single = (rate, self._rate) if self._on else (self._rate, rate)
         better = several >= _WORTH * single
         if better == self._preferred:
-            self._pause = min(2 * self._pause, _LAST_PROBE)
+            self._pause = min(4 * self._pause, _LAST_PROBE)
         else:
             self._preferred, self._rate = better, rate
             self._pause = _FIRST_PROBE
