@@ -1,5 +1,6 @@
 """What goes wrong between reader and object storage: told apart, tried again, waited for."""
 
+import collections
 import threading
 import time
 
@@ -148,6 +149,23 @@ def test_what_hangs_once_is_read_the_second_time(proxy, it, objects, what):
     one = objects(**WAKEFUL)
     assert one.get([b"it"], [SIZE]) == ({0: BODY}, {})
     assert one.storage.counters().retries == 1
+
+
+def test_an_object_that_hangs_keeps_those_of_its_call_waiting_for_a_moment_only(proxy, it, objects):
+    keys = [b"h%d" % i for i in range(8)]
+    for key in keys:
+        it.put(key.decode(), content(key, 1000))
+    held = proxy.trouble(key="/h3$", hold=True)
+    one = objects()
+    together, _ = one.begin(keys, [1000] * 8)
+    proxy.wait_for(held, 2)
+    one.until(lambda: one.storage.counters().reads == 8 + 7, "the other seven")
+    assert one.storage.oldest_read()[1] == "h3"
+    proxy.release(held)
+    assert one.wait(together).failures == {}
+    assert one.storage.counters().retries == 8
+    asked = collections.Counter(entry.path.rpartition("/")[2] for entry in proxy.seen())
+    assert dict(asked) == {key.decode(): 2 for key in keys}
 
 
 def test_a_body_that_looks_whole_and_is_not_is_never_taken_for_it(proxy, it, objects):
