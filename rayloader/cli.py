@@ -30,6 +30,7 @@ from rayloader.errors import (
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from rayloader.experiment.doctor import Finding
     from rayloader.experiment.read import ReadJob, ReadResult
     from rayloader.storage.access import Access
 
@@ -560,14 +561,26 @@ def doctor_command(
     if as_json:
         click.echo(json.dumps({name: [it.asdict() for it in its] for name, its in found.items()}))
     else:
-        for name, findings in found.items():
-            click.secho(name, bold=True)
-            for finding in findings:
-                click.echo(f"  {finding.state:8} {finding.check}: {printable(finding.says)}")
-                if finding.cure and finding.state != "ok":
-                    click.echo(f"           → {finding.cure}")
+        _show_findings(found)
     if any(finding.state == "bad" for findings in found.values() for finding in findings):
         raise click.exceptions.Exit(FAILED)
+
+
+def _show_findings(found: dict[str, list[Finding]]) -> None:
+    """Print what doctor has found, and what it comes to."""
+    colours = {"ok": "green", "warning": "yellow", "bad": "red", "unknown": "cyan"}
+    counts = dict.fromkeys(colours, 0)
+    for name, findings in found.items():
+        click.secho(name, bold=True)
+        for finding in findings:
+            counts[finding.state] += 1
+            click.secho(f"  {finding.state:8}", fg=colours[finding.state], nl=False)
+            click.echo(f" {finding.check}: {printable(finding.says)}")
+            if finding.cure and finding.state != "ok":
+                click.echo(f"           → {printable(finding.cure)}")
+    verdict = "not ready: mend what is bad" if counts["bad"] else "ready"
+    told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    click.secho(f"{verdict} ({told})", bold=True)
 
 
 def _show_sweep(table: Any, written: list[str], baseline: Any = None) -> None:

@@ -16,9 +16,11 @@ import platform
 import resource
 import shutil
 import socket
+import ssl
 import statistics
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any, Literal
@@ -50,6 +52,8 @@ TMPDIR_BYTES = 1 << 30
 CLOCK_SECONDS = 300.0
 """S3 requests are refused by servers whose clock differs by three times this [s]."""
 CONNECT_SECONDS = 3.0
+CERTIFICATE_DAYS = 14.0
+"""Certificates that end before are told [days]."""
 _PACKAGES = ("rayloader", "ray", "torch", "pyarrow", "numpy")
 
 
@@ -198,7 +202,7 @@ def _locked_memory(wanted: Wanted) -> Finding:
     return Finding(
         "locked memory",
         "ok",
-        f"a process may lock {soft >> 10:,} KiB (ulimit -l): enough but for RDMA",
+        f"a process may lock {soft >> 10:,} KiB (ulimit -l), which is enough: only RDMA needs more",
     )
 
 
@@ -208,7 +212,8 @@ def _memory(wanted: Wanted) -> Finding:
     if available < free:
         free, where = available, "the machine has"
     needed = wanted.ranks * (wanted.memory_bytes + READER_BYTES)
-    says = f"{where} {free / 1e9:.1f} GB free, {wanted.ranks} ranks take {needed / 1e9:.1f} GB"
+    take = "ranks take" if wanted.ranks > 1 else "rank takes"
+    says = f"{where} {free / 1e9:.1f} GB free, {wanted.ranks} {take} {needed / 1e9:.1f} GB"
     if free >= needed:
         return Finding("memory", "ok", says)
     fits = max((free // wanted.ranks - READER_BYTES) // MIB, 1)
@@ -362,7 +367,7 @@ def files(sample: Catalog, out: str | None = None) -> list[Finding]:
         _forgets(sample, paths),
         _dense(paths),
         *_apart(paths[0], out),
-        *_io_limit(),
+        *io_limit(),
     ]
 
 
@@ -433,9 +438,7 @@ def _dense(paths: Sequence[bytes]) -> Finding:
             f"the files take {on_disk / size:.0%} of their size: sparse or compressed",
             "figures are of less than these bytes: make data with rayloader generate",
         )
-    return Finding(
-        "on disk", "ok", f"the files take {on_disk / size if size else 1:.0%} of their size"
-    )
+    return Finding("on disk", "ok", "the files are stored in full: neither sparse nor compressed")
 
 
 def _apart(path: bytes, out: str | None) -> Iterator[Finding]:
@@ -455,74 +458,135 @@ def _apart(path: bytes, out: str | None) -> Iterator[Finding]:
         yield Finding("results", "ok", "data and results are on different file systems")
 
 
-def _io_limit() -> Iterator[Finding]:
-    for group, kind in limits.groups("io", "/sys/fs/cgroup", "/proc/self/cgroup"):
+def io_limit(
+    mount: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgroup"
+) -> Iterator[Finding]:
+    """Whether control groups limit what a device reads, by bytes or by operations per second.
+
+    Args:
+        mount: where the control groups are.
+        membership: the file that says which of them this process is in.
+    """
+    said = [
+        f"{device} to {most} {unit}"
+        for group, kind in limits.groups("blkio", mount, membership)
+        for device, most, unit in (_limits_2(group) if kind == 2 else _limits_1(group))
+    ]
+    if said:
+        yield Finding(
+            "I/O limit",
+            "warning",
+            f"the control group limits reading from device {', '.join(said)}",
+            "take the limit away (io.max, blkio.throttle.read_*_device; docker: --device-read-bps, "
+            "--device-read-iops) if figures are to be the storage's own",
+        )
+    else:
+        yield Finding("I/O limit", "ok", "no control group is known to limit reading")
+
+
+def _limits_2(group: str) -> Iterator[tuple[str, str, str]]:
+    """(major:minor, limit, its unit) of a group of version 2, where reading is limited."""
+    with contextlib.suppress(OSError):
+        for line in _read(f"{group}/io.max").splitlines():
+            device, *pairs = line.split()
+            for name, _, most in (pair.partition("=") for pair in pairs):
+                if name in _UNITS and most != "max":
+                    yield device, most, _UNITS[name]
+
+
+def _limits_1(group: str) -> Iterator[tuple[str, str, str]]:
+    """The same of version 1, which has a file for each."""
+    for name, unit in (("bps", _UNITS["rbps"]), ("iops", _UNITS["riops"])):
         with contextlib.suppress(OSError):
-            if kind == 2 and "rbps=" in (text := _read(f"{group}/io.max")):
-                yield Finding(
-                    "I/O limit",
-                    "warning",
-                    f"the control group limits reading: {text}",
-                    "io.max, if figures are to be the storage's own",
-                )
-                return
-    yield Finding("I/O limit", "ok", "no control group is known to limit reading")
+            for line in _read(f"{group}/blkio.throttle.read_{name}_device").splitlines():
+                device, most = line.split()
+                yield device, most, unit
 
 
-def endpoint(access: Access) -> list[Finding]:
-    """The checks of an object storage's endpoint, before anything is asked of it."""
-    url = urlsplit(access.destination)
-    host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+_UNITS = {"rbps": "bytes/s", "riops": "reads/s"}
+
+
+# Object storage
+
+
+def endpoint(access: Access, bucket: str = "") -> list[Finding]:
+    """The checks of an object storage's endpoint, before anything is asked of it.
+
+    Args:
+        access: where requests go, and in whose name.
+        bucket: that they are for.
+    """
     try:
-        addresses = {
-            it[4][:2]: it[0] for it in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        url = urlsplit(access.destination)
+        host, port = url.hostname or "", url.port or _PORTS[url.scheme]
+        addresses: set[tuple[Any, int]] = {
+            (it[4], it[0]) for it in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         }
     except OSError as error:
-        return [
-            Finding(
-                "endpoint",
-                "bad",
-                f"{host} has no address: {error}",
-                "endpoint_url or AWS_ENDPOINT_URL; the name server",
-            )
-        ]
-    silent = [
-        str(address[0]) for address, family in addresses.items() if not _connects(address, family)
-    ]
-    if len(silent) == len(addresses):
-        return [
-            Finding(
-                "endpoint",
-                "bad",
-                f"nothing listens at {host}:{port}",
-                "is the server up? a firewall?",
-            )
-        ]
-    found = [
-        Finding(
-            "endpoint",
-            "warning",
-            f"{host}: no answer from {', '.join(silent)}",
-            "connections wait for them first: mend the name, or IPv6",
-        )
-        if silent
-        else Finding("endpoint", "ok", f"{access.destination}, region {access.region_in_force}")
-    ]
+        cure = "endpoint_url or AWS_ENDPOINT_URL; the name server"
+        return [Finding("endpoint", "bad", f"{host} has no address: {error}", cure)]
+    except (ValueError, KeyError):
+        says = f"{access.destination} is no address of a server"
+        return [Finding("endpoint", "bad", says, "endpoint_url=http://host:port, or https://…")]
+    found = _reached(access, host, port, addresses)
+    if found[0].state == "bad":
+        return found
     if access.is_guessed:
         found.append(Finding("endpoint chosen", "warning", access.warning, "AWS_ENDPOINT_URL"))
-    keys = access.with_keys().has_keys
-    found.append(
-        Finding("credentials", "ok", "there is a pair of keys")
-        if keys
-        else Finding(
-            "credentials",
-            "bad",
-            "no credentials are found",
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
-        )
-    )
-    found += _clock(url.scheme, host, port)
+    found += _bucket(access, host, bucket) if bucket else []
+    found.append(_keys(access))
+    if found[0].check == "endpoint":
+        found += _speaks(access, url.scheme, host, port)
     return found
+
+
+_PORTS = {"http": 80, "https": 443}
+
+
+def _reached(
+    access: Access, host: str, port: int, addresses: set[tuple[Any, int]]
+) -> list[Finding]:
+    """Whether a connection can be made from here; of a proxy's way nothing can be told."""
+    proxied = urlsplit(access.destination).scheme in urllib.request.getproxies()
+    if proxied and not urllib.request.proxy_bypass(host):
+        says = f"a proxy is set, and requests to {host} may go through it"
+        cure = f"NO_PROXY={host}, unless there is no other way to it"
+        return [Finding("endpoint's proxy", "warning", says, cure)]
+    silent = [str(address[0]) for address, family in addresses if not _connects(address, family)]
+    if len(silent) == len(addresses):
+        says = f"nothing listens at {host}:{port}"
+        return [Finding("endpoint", "bad", says, "is the server up? a firewall?")]
+    if silent:
+        says = f"{host}: no answer from {', '.join(silent)}"
+        cure = "connections wait for them first: mend the name, or IPv6"
+        return [Finding("endpoint", "warning", says, cure)]
+    says = f"{access.destination}, region {access.region_in_force}"
+    return [Finding("endpoint", "ok", says)]
+
+
+def _bucket(access: Access, host: str, bucket: str) -> Iterator[Finding]:
+    """Requests name the bucket in their path; an endpoint that names it too means another."""
+    if host.lower().startswith(f"{bucket.lower()}."):
+        yield Finding(
+            "path style",
+            "bad",
+            f"{host} names the bucket, and so does the path of every request (/{bucket}/key)",
+            f"the endpoint without it: {host[len(bucket) + 1 :]}",
+        )
+    else:
+        says = f"requests are for {access.destination}/{bucket}/key"
+        yield Finding("path style", "ok", says)
+
+
+def _keys(access: Access) -> Finding:
+    if access.with_keys().has_keys:
+        return Finding("credentials", "ok", "there is a pair of keys")
+    return Finding(
+        "credentials",
+        "bad",
+        "no credentials are found",
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    )
 
 
 def _connects(address: tuple[Any, ...], family: int) -> bool:
@@ -531,10 +595,38 @@ def _connects(address: tuple[Any, ...], family: int) -> bool:
         return connection.connect_ex(address) == 0
 
 
-def _clock(scheme: str, host: str, port: int) -> Iterator[Finding]:
-    """Compare this machine's clock with the server's, which signs nothing and needs no key."""
-    kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
-    connection = kind(host, port, timeout=CONNECT_SECONDS)
+def _speaks(access: Access, scheme: str, host: str, port: int) -> Iterator[Finding]:
+    """TLS and the clock, by a request that signs nothing and needs no key."""
+    if scheme == "http":
+        yield Finding("TLS", "ok", "not used: keys are not sent, but data are not encrypted")
+        yield from _clock(http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS))
+        return
+    cure = "ca_bundle or AWS_CA_BUNDLE: a file with the authority that signed the server's"
+    try:
+        trusted = ssl.create_default_context(cafile=access.ca_bundle or None)
+        with (
+            socket.create_connection((host, port), CONNECT_SECONDS) as plain,
+            trusted.wrap_socket(plain, server_hostname=host) as secured,
+        ):
+            until = str((secured.getpeercert() or {}).get("notAfter"))
+    except ssl.SSLCertVerificationError as error:
+        yield Finding("TLS", "bad", f"its certificate is refused: {error.verify_message}", cure)
+        return
+    except OSError as error:
+        yield Finding("TLS", "bad", f"no secure connection: {error.strerror or error}", cure)
+        return
+    days = (ssl.cert_time_to_seconds(until) - time.time()) / 86400
+    yield (
+        Finding("TLS", "ok", f"its certificate is trusted, for another {days:.0f} days")
+        if days > CERTIFICATE_DAYS
+        else Finding("TLS", "warning", f"its certificate ends in {days:.1f} days", "renew it")
+    )
+    connection = http.client.HTTPSConnection(host, port, timeout=CONNECT_SECONDS, context=trusted)
+    yield from _clock(connection)
+
+
+def _clock(connection: http.client.HTTPConnection) -> Iterator[Finding]:
+    """Compare this machine's clock with the server's."""
     try:
         connection.request("HEAD", "/")
         date = connection.getresponse().getheader("Date")

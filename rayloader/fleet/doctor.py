@@ -5,17 +5,21 @@ Ray is imported inside functions only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import subprocess
+import sys
 import time
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rayloader import cluster
 from rayloader.catalog import Catalog, root_of_source
 from rayloader.config import Options
-from rayloader.errors import RayloaderError
+from rayloader.errors import RayloaderError, printable
 from rayloader.experiment import doctor
 from rayloader.experiment.doctor import Finding, Wanted
 from rayloader.experiment.report import version
@@ -49,10 +53,10 @@ def examine(
     sample = None
     if source is not None:
         sample, found["source"] = _source(source, options, out)
-    found["Ray"] = _ray(options)
-    if any(it.state == "bad" for it in found["Ray"]):
+    connection, found["Ray"] = _ray(options)
+    if connection is None:
         return found
-    found |= _nodes(wanted, sample)
+    found |= _nodes(wanted, sample, connection)
     if sample is not None and read:
         found["a trial"] = [_trial(sample, options)]
     return found
@@ -62,7 +66,7 @@ def _source(source: Any, options: Options, out: str | None) -> tuple[Catalog | N
     access = Access.found(os.environ, options)
     try:
         objects = is_object(root_of_source(source))
-        before = doctor.endpoint(access) if objects and _is_s3(source) else []
+        before = doctor.endpoint(access, _bucket(source)) if objects and _is_s3(source) else []
         sample, finding = doctor.listed(source, access)
     except RayloaderError as error:
         return None, [Finding("source", "bad", str(error), "another source")]
@@ -74,30 +78,61 @@ def _is_s3(source: Any) -> bool:
     return isinstance(source, str) and source.startswith("s3://")
 
 
-def _ray(options: Options) -> list[Finding]:
+def _bucket(source: str) -> str:
+    return source.removeprefix("s3://").partition("/")[0]
+
+
+def _ray(options: Options) -> tuple[cluster.Connection | None, list[Finding]]:
+    """The Ray that was joined, and what is to say of it; ``None``: it cannot be used."""
     began = time.perf_counter()
     try:
         connection = cluster.connect(options.ray, start_timeout=options.start_timeout)
     except RayloaderError as error:
-        return [
-            Finding(
-                "Ray", "bad", str(error), "ray start --head here, another address, or --ray private"
-            )
-        ]
+        cure = "ray start --head here, another address, or --ray private"
+        return None, [Finding("Ray", "bad", str(error), cure)]
     seconds = time.perf_counter() - began
     if connection.private:
-        return [Finding("Ray", "ok", f"a private one was started and joined in {seconds:.1f} s")]
-    said = [Finding("Ray", "ok", f"{connection.address} was joined in {seconds:.1f} s")]
-    if os.environ.get("RAY_AUTH_MODE") != "token":
-        said.append(
-            Finding(
-                "token",
-                "warning",
-                "RAY_AUTH_MODE is not set here: is that Ray protected?",
-                "RAY_AUTH_MODE=token for all its processes: who reaches an open Ray owns it",
-            )
-        )
-    return said
+        says = f"a private one was started and joined in {seconds:.1f} s"
+        return connection, [Finding("Ray", "ok", says)]
+    joined = Finding("Ray", "ok", f"{connection.address} was joined in {seconds:.1f} s")
+    return connection, [joined, _protected(connection.address), *_token_file(os.environ)]
+
+
+def _protected(address: str) -> Finding:
+    """Whether a Ray refuses who has no token: by asking its GCS, from a process without one."""
+    environ = {name: it for name, it in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", _ASK, address]
+    try:
+        ran = subprocess.run(command, env=environ, capture_output=True, timeout=NODE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Finding("token", "unknown", "it gives no answer to who has no token")
+    if ran.returncode:
+        return Finding("token", "ok", "this process has the right one; without one it is refused")
+    return Finding(
+        "token",
+        "warning",
+        "it asks nobody for a token: who reaches it can run code in it",
+        "RAY_AUTH_MODE=token for all its processes, and the same token: docs/launch.md",
+    )
+
+
+_ASK = """
+import sys
+from ray._raylet import GcsClient
+GcsClient(address=sys.argv[1]).get_all_node_info(timeout=5)
+"""
+
+
+def _token_file(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether others on this machine can read the token that this user's Ray keeps in a file."""
+    path = environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
+    if environ.get("RAY_AUTH_TOKEN"):
+        return
+    with contextlib.suppress(OSError):
+        mode = os.stat(path).st_mode & 0o777
+        if mode & 0o077:
+            says = f"other users of this machine can read {printable(path)} (mode {mode:o})"
+            yield Finding("token's file", "warning", says, f"chmod 600 {printable(path)}")
 
 
 class Examiner:
@@ -110,7 +145,7 @@ class Examiner:
             wanted: what it is to be ready for.
             sample: root and names of a few files; ``None``: there are none to look for.
         """
-        seen: list[tuple[int, int]] | None = None
+        seen: list[Seen] | None = None
         if sample is not None:
             root, keys = sample
             seen = [_identity(os.path.join(root, key)) for key in keys]
@@ -124,28 +159,38 @@ class Examiner:
         }
 
 
-def _identity(path: bytes) -> tuple[int, int]:
-    """What tells one file from another on any node: size and time of change; -1: not there."""
+class Seen(NamedTuple):
+    """What one process sees under a path; all -1: nothing."""
+
+    size: int = -1
+    changed: int = -1
+    inode: int = -1
+    device: int = -1
+
+
+def _identity(path: bytes) -> Seen:
     try:
         status = os.stat(path)
     except OSError:
-        return -1, -1
-    return status.st_size, int(status.st_mtime)
+        return Seen()
+    return Seen(status.st_size, int(status.st_mtime), status.st_ino, status.st_dev)
 
 
-def _nodes(wanted: Wanted, sample: Catalog | None) -> dict[str, list[Finding]]:
-    """The other nodes' own checks, and what they must have in common with this one."""
+def _nodes(
+    wanted: Wanted, sample: Catalog | None, connection: cluster.Connection
+) -> dict[str, list[Finding]]:
+    """A reader's view of this node, the other nodes' own checks, and what all must have alike."""
     import ray
 
     files = None
     if sample is not None and not is_object(sample.root):
         files = sample.root, sample.keys_at(np.arange(len(sample)))
     here = Examiner().look(wanted, files)
-    own = ray.get_runtime_context().get_node_id()
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
     found: dict[str, list[Finding]] = {}
-    for node in nodes:
+    for node in [node for node in ray.nodes() if node["Alive"]]:
+        own = node["NodeID"] == connection.node_id
         name = f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+        name = "a reader here" if own else name
         actor = ray.remote(Examiner).options(**cluster.place_on(node["NodeID"])).remote()
         began = time.time()
         try:
@@ -157,8 +202,49 @@ def _nodes(wanted: Wanted, sample: Catalog | None) -> dict[str, list[Finding]]:
         finally:
             ray.kill(actor)
         middle, spread = (began + time.time()) / 2, time.time() - began
-        found[name] = [*there["findings"], *_alike(here, there, there["time"] - middle, spread)]
+        found[name] = (
+            _as_here(here, there)
+            if own
+            else [*there["findings"], *_alike(here, there, there["time"] - middle, spread)]
+        )
     return found
+
+
+def _as_here(here: dict[str, Any], there: dict[str, Any]) -> list[Finding]:
+    """What a reader on this node meets that this process does not: limits, and other files.
+
+    It has what Ray was started with, maybe in another container.
+    """
+    states = {it.check: it.state for it in here["findings"]}
+    found = [it for it in there["findings"] if it.state != states.get(it.check)]
+    if not found:
+        found.append(Finding("limits", "ok", "a reader meets the same as this process"))
+    if here["files"] is not None:
+        found.append(_same_files(here["files"], there["files"]))
+    return found
+
+
+def _same_files(here: list[Seen], there: list[Seen]) -> Finding:
+    """Whether two processes of one node see the same files under the same paths."""
+    pairs = list(zip(here, there, strict=True))
+    missing = sum(other == Seen() for other in there)
+    others = sum(mine[:3] != other[:3] for mine, other in pairs) - missing
+    if missing or others:
+        return Finding(
+            "same files",
+            "bad",
+            f"of {len(here)} files {missing} are not there for a reader on this node, and "
+            f"{others} are others",
+            "Ray runs in another container or chroot: mount the data there under the same path",
+        )
+    if any(mine.device != other.device for mine, other in pairs):
+        return Finding(
+            "same files",
+            "warning",
+            "a reader sees the same inodes on another device: another mount of the same storage?",
+            "one mount for both, so that what is said of this one holds for readers",
+        )
+    return Finding("same files", "ok", "a reader sees the same ones (device and inode)")
 
 
 def _alike(
@@ -188,10 +274,9 @@ def _alike(
     else:
         found.append(Finding("clock", "ok", "as here, as far as messages can tell"))
     if here["files"] is not None:
-        missing = sum(other == (-1, -1) for other in there["files"])
-        changed = sum(
-            mine != other for mine, other in zip(here["files"], there["files"], strict=True)
-        )
+        missing = sum(other == Seen() for other in there["files"])
+        pairs = zip(here["files"], there["files"], strict=True)
+        changed = sum(mine[:2] != other[:2] for mine, other in pairs) - missing
         if missing or changed:
             says = f"of {len(here['files'])} files {missing} are not there, and {changed} differ"
             found.append(Finding("same files", "bad", says, "mount the same data on every node"))

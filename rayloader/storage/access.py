@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -45,8 +46,9 @@ class Access:
 
     @property
     def destination(self) -> str:
-        """Where requests go, in words."""
-        return self.endpoint or f"https://s3.{self.region_in_force}.amazonaws.com"
+        """Where requests go, in words; a password in it is left out."""
+        said = self.endpoint or f"https://s3.{self.region_in_force}.amazonaws.com"
+        return re.sub("//[^/]*@", "//", said)
 
     @property
     def region_in_force(self) -> str:

@@ -1,16 +1,19 @@
 """What the doctor says of a machine and of files, each with its cure."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from rayloader.experiment import doctor
 from rayloader.experiment.doctor import Wanted
-from rayloader.fleet.doctor import Examiner, _alike
+from rayloader.fleet.doctor import Examiner, Seen, _alike, _same_files, _token_file
 from rayloader.storage.access import Access
 
 WANTED = Wanted(ranks=1, concurrency=64, memory_bytes=64 << 20)
@@ -26,6 +29,7 @@ print(json.dumps([it.asdict() for it in doctor.machine(wanted)]))
 
 
 def by_name(findings):
+    findings = list(findings)
     assert all(it.cure for it in findings if it.state in ("warning", "bad"))
     return {it.check: it for it in findings}
 
@@ -122,16 +126,123 @@ def test_an_endpoint_where_nothing_listens_is_bad():
     assert (finding.state, finding.says) == ("bad", "nothing listens at 127.0.0.1:1")
 
 
+def test_a_password_in_an_endpoint_is_not_said(tmp_path):
+    access = Access(endpoint=f"http://u:{SECRET}@127.0.0.1:1/a@b")
+    assert access.destination == "http://127.0.0.1:1/a@b"
+    assert SECRET not in str(doctor.endpoint(access))
+
+
+@pytest.mark.parametrize("wrong", ["127.0.0.1:9000", "http://h:99999", "ftp://h", "http://"])
+def test_an_endpoint_that_is_no_address_is_bad(wrong):
+    (finding,) = doctor.endpoint(Access(endpoint=wrong))
+    assert (finding.check, finding.state) == ("endpoint", "bad")
+    assert finding.cure
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """Where something listens that says nothing; and environment that says nothing of proxies."""
+    for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=closing, args=(listener,), daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+
+
+def closing(listener):
+    """Accept and close, until the listener is shut down."""
+    with contextlib.suppress(OSError):
+        while True:
+            listener.accept()[0].close()
+
+
+KEYS = {"AWS_ACCESS_KEY_ID": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET}
+
+
+def test_an_endpoint_behind_a_proxy_is_told(server, monkeypatch):
+    access = Access(endpoint=f"http://{server}", secrets=KEYS)
+    assert "endpoint's proxy" not in by_name(doctor.endpoint(access))
+    monkeypatch.setenv("http_proxy", f"http://u:{SECRET}@p:1")
+    finding = by_name(doctor.endpoint(access))["endpoint's proxy"]
+    assert finding.cure.startswith("NO_PROXY=127.0.0.1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert "endpoint's proxy" not in by_name(doctor.endpoint(access))
+
+
+def test_an_endpoint_that_names_the_bucket_is_bad(server):
+    port = server.rpartition(":")[2]
+    access = Access(endpoint=f"http://data.localhost:{port}", secrets=KEYS)
+    found = by_name(doctor._bucket(access, "data.localhost", "data"))
+    assert found["path style"].state == "bad"
+    assert found["path style"].cure == "the endpoint without it: localhost"
+    found = by_name(doctor.endpoint(Access(endpoint=f"http://{server}", secrets=KEYS), "data"))
+    assert found["path style"].says == f"requests are for http://{server}/data/key"
+    assert found["TLS"].says.startswith("not used")
+
+
 def test_nodes_must_have_versions_clocks_and_files_in_common(data):
     sample = os.fsencode(data), [b"0", b"1"]
     here = Examiner().look(WANTED, sample)
     assert {it.state for it in _alike(here, here, 0.01, 0.1)} == {"ok"}
     there = {**here, "versions": {**here["versions"], "ray": "1.0"},
-             "files": [(-1, -1), here["files"][1]]}  # fmt: skip
+             "files": [Seen(), here["files"][1]._replace(size=1)]}  # fmt: skip
     found = by_name(_alike(here, there, 5.0, 0.1))
     assert found["same versions"].says.startswith("ray 1.0 there, ")
     assert found["clock"].says == "its clock is +5.0 s from this one"
     assert found["same files"].says == "of 2 files 1 are not there, and 1 differ"
+
+
+def test_a_reader_must_see_the_same_files_as_its_rank(data):
+    here = Examiner().look(WANTED, (os.fsencode(data), [b"0", b"1"]))["files"]
+    assert _same_files(here, here).state == "ok"
+    mounted_twice = [one._replace(device=one.device + 1) for one in here]
+    assert _same_files(here, mounted_twice).state == "warning"
+    copies = [here[0], here[1]._replace(inode=1)]
+    assert _same_files(here, copies).says == (
+        "of 2 files 0 are not there for a reader on this node, and 1 are others"
+    )
+    (finding,) = by_name([_same_files(here, [here[0], Seen()])]).values()
+    assert finding.state == "bad"
+    assert "1 are not there for a reader on this node, and 0 are others" in finding.says
+
+
+def test_a_token_that_others_can_read_is_told(tmp_path):
+    path = tmp_path / "token"
+    path.write_text(SECRET)
+    environ = {"RAY_AUTH_TOKEN_PATH": str(path)}
+    path.chmod(0o644)
+    (finding,) = by_name(_token_file(environ)).values()
+    assert finding.state == "warning"
+    assert finding.cure == f"chmod 600 {path}"
+    assert SECRET not in str(finding)
+    path.chmod(0o600)
+    assert not list(_token_file(environ))
+    path.unlink()
+    assert not list(_token_file(environ))
+
+
+V1 = {"blkio.throttle.read_bps_device": "8:16 1048576\n", "blkio.throttle.read_iops_device": "\n"}
+V2 = {"io.max": "8:16 rbps=1048576 wbps=max riops=max wiops=9\n8:0 rbps=max wbps=5\n"}
+
+
+@pytest.mark.parametrize(("version", "files"), [(1, V1), (2, V2)])
+def test_a_control_group_that_limits_reading_is_told(tmp_path, version, files):
+    """Of the group itself or of one above it; limits of writing are none."""
+    membership = tmp_path / "membership"
+    membership.write_text({1: "3:blkio:/job/step\n", 2: "0::/job/step\n"}[version])
+    mount = tmp_path / "mount"
+    group = mount / ("blkio/job" if version == 1 else "job")
+    group.mkdir(parents=True)
+    (finding,) = doctor.io_limit(str(mount), str(membership))
+    assert finding.state == "ok"
+    for name, text in files.items():
+        (group / name).write_text(text)
+    (finding,) = by_name(doctor.io_limit(str(mount), str(membership))).values()
+    assert finding.state == "warning"
+    assert finding.says == ("the control group limits reading from device 8:16 to 1048576 bytes/s")
 
 
 @pytest.mark.timeout(90)
@@ -145,7 +256,13 @@ def test_the_command_looks_at_everything_and_tells_no_secret(data):
     assert ran.returncode == 0, ran.stderr
     assert SECRET not in ran.stdout + ran.stderr
     found = json.loads(ran.stdout)
-    assert list(found) == ["this machine", "source", "Ray", "a trial"]
+    assert list(found) == ["this machine", "source", "Ray", "a reader here", "a trial"]
+    assert found["a reader here"][-1] == {
+        "check": "same files",
+        "state": "ok",
+        "says": "a reader sees the same ones (device and inode)",
+        "cure": "",
+    }
     (trial,) = found["a trial"]
     assert "a rank read 5 entries" in trial["says"]
     assert "limit: " in trial["says"]
@@ -162,3 +279,5 @@ def test_the_command_fails_where_something_would_not_work(tmp_path):
     assert "bad      source: " in ran.stdout
     assert "bad      Ray: no Ray answers at 127.0.0.1:1" in ran.stdout
     assert "→ ray start" in ran.stdout
+    assert ran.stdout.splitlines()[-1].startswith("not ready: mend what is bad (")
+    assert "2 bad" in ran.stdout.splitlines()[-1]
