@@ -42,3 +42,17 @@ def test_the_doctor_names_a_wrong_key_and_a_bucket_that_is_not_there(folder, pro
     assert finding.says.startswith("CredentialsRejected: ")
     _, finding = doctor.listed("s3://not-there/x", Access.found(known))
     assert finding.says.startswith("BucketNotFound: ")
+
+
+def test_the_doctor_looks_at_the_servers_certificate(rclone_tls):
+    """Trusted by the bundle that is given, and by nobody else; this one is for a day only."""
+    there = {**KNOWN, "AWS_ENDPOINT_URL": rclone_tls.endpoint}
+    trusting = Access.found({**there, "AWS_CA_BUNDLE": str(rclone_tls.ca)})
+    found = {finding.check: finding for finding in doctor.endpoint(trusting)}
+    assert found["TLS"].says == "its certificate ends in 1.0 days"
+    assert found["TLS"].state == "warning"
+    assert found["clock"].state == "ok"
+    found = {finding.check: finding for finding in doctor.endpoint(Access.found(there))}
+    assert found["TLS"].state == "bad"
+    assert found["TLS"].says.startswith("its certificate is refused: ")
+    assert "ca_bundle" in found["TLS"].cure
