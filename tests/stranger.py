@@ -16,8 +16,8 @@ import re
 import socket
 import sys
 
-HOSTS_WORD = 3.0
-"""How long a host may take to accept or refuse [s]."""
+HOSTS_WORD = 20.0
+"""How long a busy host may take for an answer [s]."""
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 WRONG = "f" * 64
 TOKENS = ({}, {"authorization": f"Bearer {WRONG}"})
