@@ -17,6 +17,7 @@ import resource
 import shutil
 import socket
 import ssl
+import stat
 import statistics
 import tempfile
 import time
@@ -348,15 +349,16 @@ def files(sample: Catalog, out: str | None = None) -> list[Finding]:
         out: where results are to be written; ``None``: nowhere.
     """
     paths = [os.path.join(sample.root, key) for key in sample.keys_at(np.arange(len(sample)))]
-    unreadable = [path for path in paths if not os.access(path, os.R_OK)]
+    unreadable = {path: why for path in paths if (why := _unreadable(path))}
     if unreadable:
-        name = printable(os.fsdecode(unreadable[0]))
+        path, why = next(iter(unreadable.items()))
+        says = f"{len(unreadable)} of {len(paths)} cannot be read: "
         return [
             Finding(
                 "files",
                 "bad",
-                f"{len(unreadable)} of {len(paths)} cannot be read: {name}",
-                "permissions of the user who runs the ranks",
+                f"{says}{printable(os.fsdecode(path))}: {why}",
+                "permissions of the user who runs the ranks; take out what is no file",
             )
         ]
     found = [Finding("files", "ok", f"{len(paths)} looked at, all can be read")]
@@ -369,6 +371,18 @@ def files(sample: Catalog, out: str | None = None) -> list[Finding]:
         *_apart(paths[0], out),
         *io_limit(),
     ]
+
+
+def _unreadable(path: bytes) -> str:
+    """Why a file cannot be read; nothing where it can be. Never waits, as for a FIFO's writer."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        return error.strerror or str(error)
+    try:
+        return "" if stat.S_ISREG(os.fstat(fd).st_mode) else "it is no regular file"
+    finally:
+        os.close(fd)
 
 
 def _latency(paths: Sequence[bytes]) -> Finding:
@@ -661,7 +675,8 @@ def listed(source: Any, access: Access) -> tuple[Catalog | None, Finding]:
     if not len(sample):
         return None, Finding("source", "bad", f"{name} holds nothing to read", "another source")
     more = " or more" if len(sample) == SAMPLED else ""
-    return sample, Finding("source", "ok", f"{name}: {len(sample)}{more} entries")
+    entries = "entry" if len(sample) == 1 else "entries"
+    return sample, Finding("source", "ok", f"{name}: {len(sample)}{more} {entries}")
 
 
 def _forget(path: bytes) -> None:

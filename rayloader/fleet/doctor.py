@@ -226,14 +226,14 @@ def _as_here(here: dict[str, Any], there: dict[str, Any]) -> list[Finding]:
 
 def _same_files(here: list[Seen], there: list[Seen]) -> Finding:
     """Whether two processes of one node see the same files under the same paths."""
-    pairs = list(zip(here, there, strict=True))
-    missing = sum(other == Seen() for other in there)
+    pairs = [(mine, other) for mine, other in zip(here, there, strict=True) if mine != Seen()]
+    missing = sum(other == Seen() for _, other in pairs)
     others = sum(mine[:3] != other[:3] for mine, other in pairs) - missing
     if missing or others:
         return Finding(
             "same files",
             "bad",
-            f"of {len(here)} files {missing} are not there for a reader on this node, and "
+            f"of {len(pairs)} files {missing} are not there for a reader on this node, and "
             f"{others} are others",
             "Ray runs in another container or chroot: mount the data there under the same path",
         )
@@ -274,8 +274,8 @@ def _alike(
     else:
         found.append(Finding("clock", "ok", "as here, as far as messages can tell"))
     if here["files"] is not None:
-        missing = sum(other == Seen() for other in there["files"])
-        pairs = zip(here["files"], there["files"], strict=True)
+        pairs = list(zip(here["files"], there["files"], strict=True))
+        missing = sum(other == Seen() != mine for mine, other in pairs)
         changed = sum(mine[:2] != other[:2] for mine, other in pairs) - missing
         if missing or changed:
             says = f"of {len(here['files'])} files {missing} are not there, and {changed} differ"
@@ -297,7 +297,7 @@ def _trial(sample: Catalog, options: Options) -> Finding:
     return Finding(
         "reading",
         state,
-        f"a rank read {report.files} entries at {report.bytes_per_second / 1e9:.3f} GB/s, "
+        f"a rank read {report.files} entries at {report.bytes_per_second / 1e6:,.0f} MB/s, "
         f"{report.files_per_second:,.0f}/s; {report.limit}",
         "rayloader sweep says what more ranks and reads in flight do",
     )

@@ -97,6 +97,17 @@ def test_an_existing_ray_serves_doctor_read_and_a_fleet(hosts, place):
     assert f"{FILES} files on one" in said.splitlines()[-1]
 
 
+def test_doctor_tells_of_a_ray_that_asks_nobody_for_a_token(hosts, place):
+    """Which is a warning: it works."""
+    start = HEAD_BLOCK.splitlines()[-1]
+    said = finished(
+        hosts[0].start(
+            f"export RAY_AUTH_MODE=disabled\n{start}\nrayloader doctor --ray cluster", place
+        )
+    )
+    assert "warning  token: it asks nobody for a token: who reaches it can run code in it" in said
+
+
 def test_another_node_joins_it(hosts, place):
     """With the same home, so with the same token."""
     head = hosts[0].start(f"{HEAD_BLOCK}\n{WAIT_FOR_TWO}\npython fleet.py", place)

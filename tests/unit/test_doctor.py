@@ -94,6 +94,22 @@ def test_files_that_are_well(data):
     assert found["on disk"].state == "ok"
 
 
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (os.mkfifo, "it is no regular file"),
+        (lambda path: os.symlink("nowhere", path), "No such file or directory"),
+    ],
+    ids=["fifo", "dangling link"],
+)
+def test_what_is_no_file_is_told_and_not_waited_for(data, make, why):
+    make(data / "odd")
+    (finding,) = looked_at(data).values()
+    assert finding.state == "bad"
+    assert finding.says == f"1 of 6 cannot be read: {data / 'odd'}: {why}"
+
+
 def test_sparse_files_are_told(data):
     for path in data.iterdir():
         path.unlink()
@@ -204,6 +220,7 @@ def test_a_reader_must_see_the_same_files_as_its_rank(data):
     assert _same_files(here, copies).says == (
         "of 2 files 0 are not there for a reader on this node, and 1 are others"
     )
+    assert _same_files([here[0], Seen()], [here[0], Seen()]).state == "ok", "nowhere to be seen"
     (finding,) = by_name([_same_files(here, [here[0], Seen()])]).values()
     assert finding.state == "bad"
     assert "1 are not there for a reader on this node, and 0 are others" in finding.says
