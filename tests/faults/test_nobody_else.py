@@ -131,7 +131,7 @@ def test_another_user_cannot_attach_to_a_reader(dataset, tmp_path):
     connection = cluster.connect()
     place = cluster.place_reader(connection)
     actor = ray.remote(ReaderActor).options(max_concurrency=4, **place)
-    reader = actor.remote(dataset.options, [])
+    reader = actor.remote(dataset.options, [], "a run")
     name = "\0" + ray.get(reader.listen.remote(), timeout=30)
 
     def attach():
