@@ -261,6 +261,11 @@ class Catalog:
         state.update(values[offsets[0] : offsets[-1]].data)
         return state.hexdigest()
 
+    @property
+    def knows_digest(self) -> bool:
+        """True where :attr:`digest` need not be computed any more."""
+        return "digest" in self.__dict__
+
     def with_digest(self, digest: str) -> Catalog:
         """This catalog, which need not compute its digest: its owner in this run has done so."""
         self.__dict__["digest"] = digest

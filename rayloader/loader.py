@@ -19,7 +19,7 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, SupportsIndex
 
 from rayloader import cluster
@@ -48,6 +48,8 @@ from rayloader.tally import Tally
 
 log = logging.getLogger("rayloader")
 
+_DIGEST_BYTES = 64
+"""More than a digest has letters [bytes]."""
 _NUMBERS = itertools.count()
 """Of the data sets that this process shares with other ranks, which make them in the same order."""
 
@@ -107,7 +109,8 @@ class Loader:
         self._last_receipt = Receipt()
         self._ended_at: float | None = None
         self._catalog: Catalog | None = None
-        self._shared: str | None = None
+        self._shared: list[str] = []
+        """What this rank holds of its node's guardian, by name."""
         self._board = board
         self._questions: list[tuple[Board, str]] = []
         """Where and under which name ranks compare catalogs, until the first epoch begins."""
@@ -155,9 +158,8 @@ class Loader:
             remote, self._remote = self._remote, None
             if remote is not None:
                 remote.close()
-            if self._shared is not None:
-                cluster.guardian(self.launch.run_id).forget(self._shared)
-                self._shared = None
+            while self._shared:
+                cluster.guardian(self.launch.run_id).forget(self._shared.pop())
 
     # What is read
 
@@ -379,12 +381,22 @@ class Loader:
         is_path = isinstance(self.source, str | bytes | os.PathLike)
         if not is_path or launch.run_id is None or launch.local_world_size == 1:
             return listed()
-        guardian = cluster.guardian(launch.run_id, timeout=self.options.start_timeout)
         name = self._shared_name()
-        fd = guardian.shared(name, lambda: listed().to_fd(), LISTING_SECONDS)
-        self._shared = name
+        with self._made_once(name, lambda: listed().to_fd()) as fd:
+            catalog = Catalog.from_fd(fd)
+        if not catalog.knows_digest:  # a saved one, of which every rank would read all names
+            with self._made_once(f"digest of {name}", lambda: _memfd(catalog.digest)) as fd:
+                catalog.with_digest(os.pread(fd, _DIGEST_BYTES, 0).decode())
+        return catalog
+
+    @contextlib.contextmanager
+    def _made_once(self, name: str, make: Callable[[], int]) -> Iterator[int]:
+        """A descriptor that one rank of the node makes for all; see :meth:`Guardian.shared`."""
+        guardian = cluster.guardian(self.launch.run_id, timeout=self.options.start_timeout)
+        fd = guardian.shared(name, make, LISTING_SECONDS)
+        self._shared.append(name)
         try:
-            return Catalog.from_fd(fd)
+            yield fd
         finally:
             os.close(fd)
 
@@ -548,6 +560,13 @@ class Loader:
             raise UsageError(
                 "this data set was opened in another process; a forked child cannot read from it"
             )
+
+
+def _memfd(text: str) -> int:
+    """A descriptor of a few letters."""
+    fd = os.memfd_create("rayloader-digest", os.MFD_CLOEXEC)
+    os.write(fd, text.encode())
+    return fd
 
 
 def _tally(delivery: Delivery | None, waited: float, errors: int) -> Tally:

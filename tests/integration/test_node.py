@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rayloader import config
 from rayloader import guardian as guarding
+from rayloader.catalog import Catalog
 from rayloader.errors import CatalogError, ClusterError, EmptyCatalog
 from rayloader.node import Guardian, parent_run_id, socket_name
 from tests.census import Census, descriptors
@@ -391,3 +392,37 @@ except OSError as error:
         pytest.skip("no mount namespace here")
     full = census.start(code, census.tmp, prefix=prefix)
     assert full.line() == "less than 16 MiB are free []"
+
+
+DIGESTS = """
+import sys, types, rayloader
+from rayloader import catalog
+computed, blake2b = [], catalog.hashlib.blake2b
+catalog.hashlib = types.SimpleNamespace(blake2b=lambda **it: computed.append(1) or blake2b(**it))
+dataset = rayloader.RankDataset(sys.argv[1])
+print(dataset.catalog.digest, len(computed), flush=True)
+sys.stdin.readline()
+dataset.close()
+rayloader.shutdown()
+"""
+
+
+def test_of_the_ranks_on_a_node_one_computes_the_digest_of_a_saved_catalog(census, tmp_path):
+    saved = tmp_path / "saved.arrow"
+    catalog = Catalog.of_files(["a", "b", "c"])
+    catalog.save(saved)
+    ranks = [
+        census.start(
+            DIGESTS, str(saved), RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE="3", TORCHELASTIC_RUN_ID=census.mark, MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="1",
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    said = [rank.line(30).split() for rank in ranks]
+    assert {digest for digest, _ in said} == {catalog.digest}
+    assert sorted(count for _, count in said) == ["0", "0", "1"]
+    for rank in ranks:
+        rank.tell()
+        assert rank.wait() == (0, "")
+    census.gone(10)
