@@ -7,7 +7,7 @@
 #   make check    style, types
 #   make bench    the figures of the README; takes about 12 minutes of a quiet machine
 #   make bench-objects   the same for object storage; 15 minutes
-#   make bench-scale   ranks by the thousand, entries by the million; 5 minutes
+#   make bench-scale   ranks by the thousand, entries by the million; 6 minutes
 #   make docs     write what the README and docs/ take from the code: options, help
 #   make clean    remove what was built here; .venv, .venv-dlio and data/ stay
 

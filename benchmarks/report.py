@@ -70,7 +70,9 @@ def markdown(record: dict[str, Any]) -> str:
         "| measure | against | median | min to max | target | met |",
         "|---|---|---|---|---|---|",
     ]
-    rows = [row for measure in record["measures"].values() for row in measure["rows"]]
+    rows = record.get("rows")
+    if rows is None:
+        rows = [row for measure in record["measures"].values() for row in measure["rows"]]
     return "\n".join([*lines, *map(_markdown_row, rows)])
 
 

@@ -50,6 +50,7 @@ def main() -> None:
     record = {
         "environment": environment.describe(data, "scale"),
         "load": load,
+        "rounds": scale_fleet.rounds(words.quick),
         "seconds": round(time.monotonic() - began),
         "measures": found,
         "rows": [row.asdict() for row in rows],

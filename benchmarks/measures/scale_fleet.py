@@ -2,8 +2,9 @@
 
 Method: 4,800 objects of 1 KB from a server on this machine (``slow_server.py``), four requests in
 flight per rank: latency bounds a rank at 800 objects/s, and ranks add up until the CPUs, which
-server, readers and consumers share, are used up. Each number of ranks has a warm-up epoch, which
-does not count, and some that do. Beside the rate stands how busy the CPUs were.
+server, readers and consumers share, are used up. In each round the Fleet grows from one rank to
+eight; each number has a warm-up epoch, which does not count, and one that does. Ratios are taken
+within a round. Beside the rate stands how busy the machine's CPUs were, whoever used them.
 
 Command: ``python -m benchmarks.scale --only fleet``.
 
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import rayloader
 from rayloader.experiment.generate import generate
+from rayloader.fleet.report import EpochReport
 from tests.s3.servers import credentials
 
 LATENCY = 0.005
@@ -38,9 +40,9 @@ class Rate:
 
     Attributes:
         ranks: how many.
-        files_per_second: in each epoch [objects/s].
-        busy: of all CPUs, the median over the epochs [0..1].
-        limit: what the report of the last epoch names.
+        files_per_second: in each round [objects/s].
+        busy: of all CPUs, the median over the rounds [0..1].
+        limit: what the report of the last round names.
     """
 
     ranks: int
@@ -48,18 +50,14 @@ class Rate:
     busy: float
     limit: str
 
-    @property
-    def median(self) -> float:
-        """The middle of the epochs [objects/s]."""
-        return statistics.median(self.files_per_second)
-
 
 def run(data: Path, quick: bool) -> list[Rate]:
     """Measure every number of ranks."""
     bucket = data / "small-objects"
     if not bucket.exists():
         generate(bucket, files=OBJECTS, size=SIZE, seed=1)
-    epochs, ranks = (2, RANKS[:3]) if quick else (5, RANKS)
+    ranks = RANKS[:3] if quick else RANKS
+    reports: dict[int, list[EpochReport]] = {many: [] for many in ranks}
     with _server(data) as endpoint:
         os.environ.update(credentials(endpoint))
         with rayloader.Fleet(
@@ -70,9 +68,18 @@ def run(data: Path, quick: bool) -> list[Rate]:
             progress=False,
             start_timeout=300.0,
         ) as fleet:
-            rates = [_rate(fleet, many, epochs) for many in ranks]
+            for _ in range(rounds(quick)):
+                for many in ranks:
+                    fleet.scale(many)
+                    fleet.run_epoch()
+                    reports[many].append(fleet.run_epoch())
     rayloader.shutdown()
-    return rates
+    return [_rate(many, of) for many, of in reports.items()]
+
+
+def rounds(quick: bool) -> int:
+    """How often the Fleet grows from one rank."""
+    return 2 if quick else 5
 
 
 def _catalog(bucket: Path) -> rayloader.Catalog:
@@ -81,10 +88,7 @@ def _catalog(bucket: Path) -> rayloader.Catalog:
     return rayloader.Catalog(f"s3://{bucket.name}".encode(), listed.keys, listed.sizes)
 
 
-def _rate(fleet: rayloader.Fleet, ranks: int, epochs: int) -> Rate:
-    fleet.scale(ranks)
-    fleet.run_epoch()
-    reports = [fleet.run_epoch() for _ in range(epochs)]
+def _rate(ranks: int, reports: list[EpochReport]) -> Rate:
     return Rate(
         ranks,
         [report.files_per_second for report in reports],

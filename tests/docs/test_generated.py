@@ -107,11 +107,17 @@ def object_results():
     return report.markdown(json.loads((ROOT / "benchmarks/results/objects.json").read_text()))
 
 
+def scale_results():
+    """The table of the last full run of ``benchmarks.scale``."""
+    return report.markdown(json.loads((ROOT / "benchmarks/results/scale.json").read_text()))
+
+
 PARTS = {
     "commands": (README, console),
     "options": (README, options_table),
     "receipt": (README, receipt_table),
     "object-results": (README, object_results),
+    "scale-results": (README, scale_results),
     "help": (CLI, all_help),
     "metrics": (METRICS, metrics_table),
 }
