@@ -11,6 +11,8 @@ _FIRST_PROBE, _LAST_PROBE = 2.0, 30.0
 """Between two trials of the other way, which grows fourfold while the other is worse [s]."""
 _WORTH = 0.9
 """Several per call are preferred if they bring this much of what one by one brings."""
+_TWICE = 2
+"""Trials in a row that several per call must lose: rates of a busy machine go up and down."""
 _ALONE, _LONGEST_ALONE = 5.0, 300.0
 """After a call for several objects has failed, objects are asked for one by one so long; doubled
 each time, until several per call have proved better again [s]."""
@@ -36,6 +38,8 @@ class Bundling:
         self._last: tuple[float, int] | None = None
         self._pause = _FIRST_PROBE
         self._probe_at: float | None = None
+        self._lost = 0
+        """Trials in a row that several per call have lost."""
         self._alone = _ALONE
 
     def per_call(self, window: int) -> int:
@@ -82,9 +86,12 @@ class Bundling:
     def _decide(self, rate: float, now: float) -> None:
         """The other way has been tried."""
         several, single = (rate, self._rate) if self._on else (self._rate, rate)
-        better = several >= _WORTH * single
+        self._lost = 0 if several >= _WORTH * single else self._lost + 1
+        better = not self._lost or (self._preferred and self._lost < _TWICE)
         if better == self._preferred:
-            self._pause = min(4 * self._pause, _LAST_PROBE)
+            self._pause = (
+                _FIRST_PROBE if better and self._lost else min(4 * self._pause, _LAST_PROBE)
+            )
         else:
             self._preferred, self._rate = better, rate
             self._pause = _FIRST_PROBE

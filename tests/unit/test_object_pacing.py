@@ -92,8 +92,20 @@ def test_several_per_call_are_asked_for_where_that_is_as_fast():
 
 def test_one_by_one_where_the_slowest_of_several_would_be_waited_for():
     storage = Storage(1600, 700)
-    storage.run(2)
+    storage.run(6)
     assert storage.run(200) < 0.05
+
+
+def test_one_trial_that_went_badly_changes_nothing():
+    storage = Storage(1500, 1400)
+    storage.run(2)
+    storage.rates[False] = 1800
+    while storage.bundling.per_call(64) > 1:
+        storage.run(0.1)
+    storage.run(0.6)
+    assert storage.bundling.per_call(64) > 1
+    storage.rates[False] = 1500
+    assert storage.run(100) > 0.9
 
 
 @pytest.mark.parametrize(
