@@ -19,6 +19,7 @@ import sys
 HOSTS_WORD = 20.0
 """How long a busy host may take for an answer [s]."""
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+HTTP2_SETTINGS = b"\x04"
 WRONG = "f" * 64
 TOKENS = ({}, {"authorization": f"Bearer {WRONG}"})
 """What is brought along instead of the token."""
@@ -34,17 +35,19 @@ PATHS = (
 
 
 def knock(host, port):
-    """What a port does: ``closed``; ``grpc`` or ``http``, and the answers that are no refusals."""
+    """What a port does: ``closed``, something ``odd``, or ``grpc`` or ``http`` and its answers."""
     try:
         with socket.create_connection((host, port), HOSTS_WORD) as one:
             one.sendall(PREFACE)
             one.settimeout(HOSTS_WORD)
-            speaks_grpc = one.recv(64)[3:4] == b"\x04"
+            answer = one.recv(64)
     except ConnectionRefusedError:
         return {"closed": True}
     except OSError as error:
         return {"odd": repr(error)}
-    if speaks_grpc:
+    if not answer:
+        return {"odd": "it hangs up"}
+    if answer[3:4] == HTTP2_SETTINGS:
         return {"grpc": call_everything(f"{host}:{port}")}
     return {"http": ask_everything(host, port)}
 
