@@ -1,9 +1,11 @@
 """Nobody else gets in: no port is exposed, no socket serves another user, no secret is written."""
 
 import ctypes
+import json
 import os
 import pickle
 import re
+import select
 import signal
 import socket
 import traceback
@@ -161,8 +163,12 @@ def test_another_user_cannot_attach_to_a_reader(dataset, tmp_path):
         fd = arena.create_memory(1 << 20)
         socket.send_fds(one, [pack(Kind.HELLO, PROTOCOL_VERSION)], [fd])
         os.close(fd)
-        assert unpack(one.recv(1 << 17))[0] is Kind.WELCOME
+        kind, _, facts = unpack(one.recv(1 << 17))
+        assert kind is Kind.WELCOME
+        life = os.pidfd_open(json.loads(facts)["pid"])
     ray.kill(reader)
+    assert select.select([life], [], [], 20)[0], "it is of the family that the next tests look at"
+    os.close(life)
 
 
 def test_a_reader_that_has_its_trainer_is_to_be_attached_to_by_nobody(dataset):
