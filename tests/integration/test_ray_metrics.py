@@ -27,12 +27,21 @@ sys.argv = ["ray", "start", "--head", "--block", "--port=0", "--node-ip-address=
 main()
 """
 DRIVER = """
-import json, os, signal, sys, time
+import json, os, signal, sys, time, urllib.request
 import rayloader
 from rayloader.launch import Launch
 
 def said(report):
     return [one for rank in report.ranks for one in rank.receipts]
+
+def exported(metric):
+    import ray
+    url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+    try:
+        lines = urllib.request.urlopen(url, timeout=10).read().decode().splitlines()
+    except OSError:                             # Ray's agent comes up later
+        return 0.0
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(metric + "{"))
 
 source, address = sys.argv[1:]
 receipts = []
@@ -40,7 +49,9 @@ fleet = rayloader.Fleet(source, ranks=2, batch_size=4, on_error="skip", ray=addr
 with fleet:
     os.remove(os.path.join(source, "000.bin"))
     receipts += said(fleet.run_epoch())
-    time.sleep(6)                               # until what has been read is told
+    while exported("ray_rayloader_files_total") < sum(one["files"] for one in receipts):
+        time.sleep(0.2)
+    time.sleep(2)                               # the rest of the same report is exported
     os.kill(receipts[1]["reader_pid"], signal.SIGKILL)
     receipts += said(fleet.run_epoch())
     other = rayloader.RankDataset(
