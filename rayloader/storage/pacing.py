@@ -78,6 +78,8 @@ class Bundling:
 
     def failed(self, now: float) -> None:
         """A call for several objects has failed."""
+        if not (self._on or self._preferred):
+            return  # it was sent before one that has failed already: the same trouble
         self._preferred = False
         self._turn(False)
         self._probe_at = now + self._alone

@@ -137,6 +137,15 @@ def test_after_a_failed_call_objects_are_asked_for_one_by_one_for_a_while():
     assert storage.run(50) > 0.9
 
 
+def test_calls_that_fail_together_are_one_trouble():
+    storage = Storage(1500, 2500)
+    for _ in range(8):
+        storage.bundling.failed(storage.now)
+        storage.now += 0.1
+    assert storage.run(4) == 0
+    assert storage.run(2) > 0.3
+
+
 def test_calls_that_fail_again_and_again_are_tried_ever_more_seldom():
     storage = Storage(1500, 2500)
     alone = []
