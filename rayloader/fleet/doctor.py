@@ -107,7 +107,10 @@ def _protected(address: str) -> Finding:
     except subprocess.TimeoutExpired:
         return Finding("token", "unknown", "it gives no answer to who has no token")
     if ran.returncode:
-        return Finding("token", "ok", "this process has the right one; without one it is refused")
+        if b"uthenticat" in ran.stderr:
+            says = "this process has the right one; without one it is refused"
+            return Finding("token", "ok", says)
+        return Finding("token", "unknown", "who has no token gets an error that speaks of none")
     return Finding(
         "token",
         "warning",
