@@ -1,7 +1,8 @@
 """Hosts made of namespaces: each has a network, processes, a name and temporary files of its own.
 
 A *desk* is the machine that somebody sits at: it has the switch that the others are plugged into.
-All of it ends with the first process of each host, which takes along whatever runs there.
+All of it ends with the first process of each host, which takes along whatever runs there. That ends
+with the process that made the host, however that ends.
 
 Where the sshd of a host comes from: Debian's packages, unpacked by ``make .hosts/.installed`` into
 ``.hosts``, or installed on this machine. Nothing outside the hosts is changed.
@@ -30,8 +31,8 @@ HOME = "/tmp/home"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ENVIRON = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8"}
 """Of what is run on a host with a place of its own."""
-IDLE = "sleep 600"
-"""What a host does when nothing runs on it."""
+IDLE = "cat"
+"""What a host does when nothing runs on it: wait for the end of what it was made by."""
 SSHD = f"""\
 HostKey {HOME}/.ssh/host
 PermitRootLogin prohibit-password
@@ -61,16 +62,19 @@ class Host:
         Args:
             *more: words for unshare, of what else is to be its own.
         """
-        init = ["sh", "-c", f"while :; do {IDLE} & wait $!; done"]  # which buries the dead
+        init = ["sh", "-c", f"exec 3<&0; {IDLE} <&3 & wait $!"]  # which buries the dead
         apart = ["unshare", "--net", "--pid", "--fork", "--mount-proc", *more, *init]
-        self._holder = subprocess.Popen(apart, stderr=subprocess.DEVNULL)
+        self._holder = subprocess.Popen(apart, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self.pid = 0
-        deadline = time.monotonic() + 5
-        while not self.pid and self._holder.poll() is None and time.monotonic() < deadline:
+        deadline = time.monotonic() + 30
+        while not self.pid and self._holder.poll() is None:
+            assert time.monotonic() < deadline, "a host does not start"
             children = read(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").split()
             if children and read(f"/proc/{int(children[0])}/cmdline").startswith(b"sh\0"):
                 self.pid = int(children[0])
+            time.sleep(0.01)
         if not self.pid:
+            self._holder.stdin.close()
             pytest.skip("no namespaces can be made here")
         self.prefix = ["nsenter", "-t", str(self.pid), "--net", "--pid", "--mount"]
 
@@ -89,6 +93,7 @@ class Host:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._holder.wait(10)
+        self._holder.stdin.close()
 
 
 def cable(one, end, other, far_end):

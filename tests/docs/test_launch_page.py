@@ -82,6 +82,16 @@ def hosts():
         yield pair
 
 
+@contextlib.contextmanager
+def meanwhile(process):
+    """End a script that would go on, also where what it is for has failed."""
+    with process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
 def finished(process, seconds=120):
     """What a script printed, which must have succeeded."""
     said, _ = process.communicate(timeout=seconds)
@@ -113,9 +123,8 @@ def test_another_node_joins_it(hosts, place):
     head = hosts[0].start(f"{HEAD_BLOCK}\n{WAIT_FOR_TWO}\npython fleet.py", place)
     joins = f"HEAD={HEAD}\nuntil ray health-check --address $HEAD:6379; do sleep 1; done"
     other = hosts[1].start(f"export RAY_AUTH_MODE=token\n{joins}\n{OTHERS_BLOCK}\nsleep 99", place)
-    with other:
+    with meanwhile(other):
         assert f"{FILES} files on one two\n" in finished(head)
-        other.kill()
 
 
 WAIT_FOR_TWO = "until ray list nodes 2>/dev/null | grep -q 'Total: 2'; do sleep 1; done"
@@ -137,7 +146,6 @@ def test_symmetric_run_on_two_hosts(hosts, place):
     script = f"export RAY_AUTH_MODE=token {exports}\n{command}"
     finished(hosts[0].start("ray get-auth-token --generate > /dev/null", place))
     head, other = (host.start(script, place) for host in hosts)
-    with other:
+    with meanwhile(other):
         said, _ = head.communicate(timeout=120)
         assert f"{FILES} files on one two\n" in said
-        other.kill()
