@@ -9,7 +9,7 @@
 #   make bench-objects   the same for object storage; 15 minutes
 #   make bench-scale   ranks by the thousand, entries by the million; 6 minutes
 #   make docs     write what the README and docs/ take from the code: options, help
-#   make clean    remove what was built here; .venv, .venv-dlio and data/ stay
+#   make clean    remove what was built here; .venv, .venv-dlio, .hosts and data/ stay
 
 SHELL := bash
 PYTHON ?= python3

@@ -3,7 +3,7 @@
 The trainer makes the memory (an anonymous memfd, sealed against resizing) and hands it to every
 reader it has in turn, so what it holds outlives a reader. The reader decides what lies where::
 
-    page 0        counters of the reader, written by it, readable at any time
+    page 0        counters of the reader, written by it, readable at any time; the trainer's tally
     then          batches; each is one extent, or several when no hole is large enough
 
     one batch     table: int64 [n, 3] = (where the sample begins, its size, its catalog entry)
