@@ -94,7 +94,10 @@ def everything(shared):
 
 
 def test_one_command_starts_ray_on_both_hosts_with_what_the_file_sets(cluster):
-    assert "2 local.cluster.node" in ray(cluster, "exec", "ray status")
+    deadline = time.monotonic() + 60  # the autoscaler looks every few seconds
+    while "2 local.cluster.node" not in (status := ray(cluster, "exec", "ray status")):
+        assert time.monotonic() < deadline, status
+        time.sleep(1)
     assert hosts_of_ray(cluster) == [f"{host.address} 1000000000" for host in cluster.hosts]
     for host in cluster.hosts:
         token = f"{HOME}/.ray/auth_token"
