@@ -164,6 +164,7 @@ def test_an_object_that_hangs_keeps_those_of_its_call_waiting_for_a_moment_only(
     proxy.release(held)
     assert one.wait(together).failures == {}
     assert one.storage.counters().retries == 8
+    one.until(lambda: len(proxy.seen(key="/h3$")) == 2, "the end of the request that was given up")
     asked = collections.Counter(entry.path.rpartition("/")[2] for entry in proxy.seen())
     assert dict(asked) == {key.decode(): 2 for key in keys}
 
