@@ -467,9 +467,10 @@ def sweep_command(
     (records.jsonl), results.parquet, a picture, and report.html, which needs no network. The same
     command goes on with a sweep that was interrupted. Ranks are spread over the nodes of the Ray.
     """
-    from rayloader.experiment import page
+    from rayloader.experiment import page, plot
     from rayloader.fleet.fleet import Fleet
 
+    plot.require_matplotlib()  # before hours of measuring, not after them
     how = {name: given.pop(name) for name in ("epochs", "repeats", "cache")}
     files, options = given.pop("files"), Options.of(given)
     one_or_many = _one_or_many(source)

@@ -1,6 +1,6 @@
 """Pictures of a sweep: throughput and latency against ranks and concurrency.
 
-matplotlib is imported inside functions: it comes with ``pip install 'rayloader[plot]'``.
+matplotlib is imported inside functions: only pictures need it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _STYLE = {
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Told apart by the colour-blind too (Okabe and Ito)."""
 _MARKS = "osD^vPX"
+_DODGE = 0.012
+"""Between points of two lines at the same place, of the axis [0..1]: whiskers stay apart."""
 Draw: TypeAlias = Callable[[Any, Sequence[Point], Sequence[Point]], None]
 
 
@@ -54,7 +56,7 @@ def plot(table: pa.Table, baseline: pa.Table | None = None) -> Any:
         UsageError: matplotlib is not installed.
         ReceiptError: the table has no measured epoch.
     """
-    matplotlib = _matplotlib()
+    matplotlib = require_matplotlib()
     found, before = points(table), points(baseline) if baseline is not None else []
     with matplotlib.rc_context(_STYLE):
         figure = _figure(matplotlib, 11, 7.5)
@@ -133,7 +135,7 @@ def svg_of_sizes(each: Sequence[tuple[float, Sequence[Point]]]) -> str:
 
 
 def _svg(salt: str, draw: Callable[[Any], None]) -> str:
-    matplotlib = _matplotlib()
+    matplotlib = require_matplotlib()
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}):
         figure = _figure(matplotlib, 5.4, 3.7)
         draw(figure.subplots())
@@ -143,12 +145,17 @@ def _svg(salt: str, draw: Callable[[Any], None]) -> str:
     return text[text.index("<svg") :]
 
 
-def _matplotlib() -> Any:
+def require_matplotlib() -> Any:
+    """Import it.
+
+    Raises:
+        UsageError: it is not installed.
+    """
     try:
         import matplotlib
     except ImportError:
         raise UsageError(
-            "matplotlib is not installed, which draws pictures: pip install 'rayloader[plot]'"
+            "matplotlib is not installed, which draws pictures: pip install matplotlib"
         ) from None
     return matplotlib
 
@@ -178,33 +185,55 @@ def _rate_by_ranks(axes: Any, found: Sequence[Point], before: Sequence[Point]) -
         first = max(point.rate for point in found if point.ranks == ranks[0])
         line = [first / ranks[0] * many / divisor for many in ranks]
         axes.plot(ranks, line, color="#777777", linewidth=0.8, zorder=1, label="linear")
-        top = max(point.high for point in found) / divisor
-        axes.set_ylim(0, min(max(line), 1.6 * top) * 1.08)
-        at = verdict(found).at
-        axes.annotate(
-            at.limit, (at.ranks, at.rate / divisor), (0, -24), textcoords="offset points",
-            ha="right" if at.ranks == ranks[-1] else "center", fontsize=9, fontweight="bold",
-            color="#444444", arrowprops={"arrowstyle": "-", "color": "#aaaaaa"},
-        )  # fmt: skip
-    _finish(axes, "Throughput against ranks", "ranks", unit, ranks, "in flight per rank")
+        # The line may leave the panel, what was measured must not.
+        top = max(*(it.high for it in found), *(it.rate for it in before)) / divisor
+        height = 1.08 * max(top, min(max(line), 1.6 * top))
+        axes.set_ylim(0, height)
+        _name_limit(axes, found, divisor, height)
+    _finish(
+        axes, "Throughput against ranks", "ranks", unit, _values([*found, *before], "ranks"),
+        "in flight per rank",
+    )  # fmt: skip
+
+
+def _name_limit(axes: Any, found: Sequence[Point], divisor: float, height: float) -> None:
+    """Write what limits to where scaling stops, inside the panel."""
+    at, ranks = verdict(found).at, _values(found, "ranks")
+    side = {ranks[0]: "left", ranks[-1]: "right"}.get(at.ranks, "center")
+    low = at.rate / divisor < 0.25 * height
+    axes.annotate(
+        at.limit, (at.ranks, at.rate / divisor), (0, 20 if low else -24),
+        textcoords="offset points", ha=side, fontsize=9, fontweight="bold", color="#444444",
+        arrowprops={"arrowstyle": "-", "color": "#aaaaaa"},
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+    )  # fmt: skip
 
 
 def _rate_by_concurrency(axes: Any, found: Sequence[Point], before: Sequence[Point]) -> None:
     _rate_lines(axes, found, before, "concurrency", "ranks")
-    _by_concurrency(axes, "Throughput against concurrency", unit_of(found)[0], found)
+    title, values = "Throughput against concurrency", _values([*found, *before], "concurrency")
+    _by_concurrency(axes, title, unit_of(found)[0], values)
 
 
 def _latency_by_ranks(axes: Any, found: Sequence[Point], before: Sequence[Point]) -> None:
-    _lines(axes, found, "ranks", "concurrency", _latencies)
+    keys = _values([*found, *before], "concurrency")
+    _lines(axes, found, "ranks", "concurrency", _latencies, keys)
     axes.set_yscale("log")
-    ranks = sorted({point.ranks for point in found})
+    ranks = _values(found, "ranks")
     _finish(axes, "A read's latency, median to 99 %", "ranks", "ms", ranks, "in flight per rank")
 
 
 def _latency_by_concurrency(axes: Any, found: Sequence[Point], before: Sequence[Point]) -> None:
-    _lines(axes, found, "concurrency", "ranks", _latencies)
+    keys = _values([*found, *before], "ranks")
+    _lines(axes, found, "concurrency", "ranks", _latencies, keys)
     axes.set_yscale("log")
-    _by_concurrency(axes, "A read's latency, median to 99 %", "ms", found)
+    values = _values(found, "concurrency")
+    _by_concurrency(axes, "A read's latency, median to 99 %", "ms", values)
+
+
+def _values(found: Sequence[Point], name: str) -> list[int]:
+    """What points have under a name, each once, in order."""
+    return sorted({getattr(point, name) for point in found})
 
 
 PANELS: dict[str, Draw] = {
@@ -229,8 +258,11 @@ def _rate_lines(
     def rates(point: Point) -> tuple[float, float, float]:
         return point.rate / divisor, point.low / divisor, point.high / divisor
 
-    _lines(axes, found, along, each, rates)
-    _lines(axes, before, along, each, rates, dashed=True)
+    keys = _values([*found, *before], each)
+    _lines(axes, found, along, each, rates, keys)
+    _lines(axes, before, along, each, rates, keys, dashed=True)
+    if before:
+        axes.plot([], [], "--", color="#777777", linewidth=1, label="baseline")
     axes.set_ylim(bottom=0)
 
 
@@ -240,20 +272,24 @@ def _lines(
     along: str,
     each: str,
     values: Callable[[Point], tuple[float, float, float]],
+    keys: Sequence[int],
     dashed: bool = False,
 ) -> None:
-    """A line with whiskers for each value of ``each``."""
-    for number, key in enumerate(sorted({getattr(point, each) for point in found})):
+    """A line with whiskers for each value of ``each``, which decides its colour by ``keys``."""
+    for number, key in enumerate(keys):
         line = sorted(
             (it for it in found if getattr(it, each) == key), key=lambda it: getattr(it, along)
         )
+        if not line:
+            continue
         middle, low, high = zip(*map(values, line), strict=True)
         whiskers = [
             [at - lowest for at, lowest in zip(middle, low, strict=True)],
             [highest - at for at, highest in zip(middle, high, strict=True)],
         ]
         axes.errorbar(
-            [getattr(point, along) for point in line],
+            _dodged(_values(found, along), [getattr(point, along) for point in line], along,
+                    number - (len(keys) - 1) / 2),
             middle,
             None if dashed else whiskers,
             color=_COLOURS[number % len(_COLOURS)],
@@ -265,11 +301,19 @@ def _lines(
             elinewidth=0.9,
             alpha=0.6 if dashed else 1,
             label=None if dashed else str(key),
-        )
+        )  # fmt: skip
 
 
-def _by_concurrency(axes: Any, title: str, unit: str, found: Sequence[Point]) -> None:
-    values = sorted({point.concurrency for point in found})
+def _dodged(
+    axis: Sequence[int], places: Sequence[int], along: str, steps: float
+) -> Sequence[float]:
+    """Places moved aside by so many steps; concurrency has a logarithmic axis."""
+    if along == "concurrency":
+        return [at * (axis[-1] / axis[0]) ** (steps * _DODGE) for at in places]
+    return [at + (axis[-1] - axis[0]) * steps * _DODGE for at in places]
+
+
+def _by_concurrency(axes: Any, title: str, unit: str, values: Sequence[int]) -> None:
     if len(values) > 1:
         axes.set_xscale("log", base=2)
     _finish(axes, title, "reads in flight per rank, at most", unit, values, "ranks")
@@ -287,4 +331,5 @@ def _finish(axes: Any, title: str, along: str, unit: str, ticks: Sequence[int], 
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.legend(title=lines)
+    # Beside the panel: inside it would cover what it explains.
+    axes.legend(title=lines, loc="upper left", bbox_to_anchor=(1, 1))

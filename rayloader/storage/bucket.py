@@ -94,7 +94,7 @@ def s3_client(root: str, access: Access) -> Any:
         from botocore.config import Config
     except ImportError as error:
         raise OptionError(
-            "listing and writing buckets needs botocore: pip install 'rayloader[objects]'"
+            "listing and writing buckets needs botocore: pip install botocore"
         ) from error
     access = access.with_keys()
     if not access.has_keys:

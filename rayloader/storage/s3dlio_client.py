@@ -154,7 +154,7 @@ def _first_import(access: Access) -> Any:
     except ImportError as error:
         raise OptionError(
             "object storage needs s3dlio, which there is for Python 3.11 to 3.13: "
-            "pip install 'rayloader[objects]'"
+            "pip install s3dlio"
         ) from error
     # Its own guess divides by the ranks of MPI, and takes a rank's mask for the machine.
     s3dlio.configure_tokio_threads(int(os.environ["S3DLIO_RT_THREADS"]))

@@ -194,3 +194,28 @@ def test_the_reader_of_our_output_may_leave(tmp_path):
     )  # fmt: skip
     assert ran.stderr == ""
     assert ran.stdout.strip() in ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("missing", "call"),
+    [
+        ("matplotlib", "sys.argv[1:] = ['sweep', '.', '--out', 'out']; cli.main()"),
+        ("s3dlio", "s3dlio_client._first_import(Access.found({}))"),
+        ("botocore", "bucket.s3_client('s3://b/', Access.found({}))"),
+    ],
+)
+def test_a_package_that_is_missing_is_said_at_once_with_what_to_install(tmp_path, missing, call):
+    code = (
+        "import sys\n"
+        f"sys.modules[{missing!r}] = sys.modules['{missing}.session'] = None\n"
+        "from rayloader import cli\n"
+        "from rayloader.storage import bucket, s3dlio_client\n"
+        "from rayloader.storage.access import Access\n"
+        f"{call}"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, cwd=tmp_path
+    )
+    last = ran.stderr.strip().splitlines()[-1]
+    assert last.endswith(f"pip install {missing}"), ran.stderr
+    assert not list(tmp_path.iterdir())

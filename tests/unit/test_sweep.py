@@ -1,5 +1,6 @@
 """A sweep's records, and what is made of them: table, points, verdict, pictures, page."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -179,8 +180,51 @@ def test_the_picture_shows_throughput_and_latency_against_ranks_and_concurrency(
     rates = ["Throughput against ranks", "Throughput against concurrency"]
     assert titles == [*rates, latency, latency]
     legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert set(legend) == {"1", "8", "linear"}
+    assert set(legend) == {"1", "8", "linear", "baseline"}
     assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def scaled(table, factors):
+    """Points whose rates are multiplied, by their ranks."""
+    return [
+        dataclasses.replace(it, rate=it.rate * by, low=it.low * by, high=it.high * by)
+        for it in sweep.points(table)
+        for by in [factors[it.ranks]]
+    ]
+
+
+def drawn(name, found, before=()):
+    """The axes of a panel."""
+    axes = plot._figure(plot.require_matplotlib(), 5, 4).subplots()
+    plot.PANELS[name](axes, found, before)
+    return axes
+
+
+def test_no_measured_point_leaves_the_panel(table):
+    better_than_linear = scaled(table, {1: 1, 2: 3, 4: 8})
+    for name in ("rate by ranks", "rate by concurrency"):
+        top = drawn(name, better_than_linear).get_ylim()[1]
+        assert top >= max(point.high for point in better_than_linear) / GB
+        top = drawn(name, sweep.points(table), better_than_linear).get_ylim()[1]
+        assert top >= max(point.rate for point in better_than_linear) / GB
+
+
+def test_the_same_line_has_the_same_colour_in_the_baseline_which_the_legend_names(table):
+    found = [it for it in sweep.points(table) if it.concurrency == 8 and it.ranks < 4]
+    axes = drawn("rate by ranks", found, sweep.points(table))
+    solid = {line.get_color() for line in axes.get_lines() if line.get_marker() == "s"}
+    dashed = [line.get_color() for line in axes.get_lines() if line.get_linestyle() == "--"]
+    assert solid == {plot._COLOURS[1]}
+    assert dashed[:2] == list(plot._COLOURS[:2])
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2", "4"]
+    assert "baseline" in [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_whiskers_of_two_lines_at_the_same_place_stand_beside_each_other(table):
+    for name in ("rate by ranks", "rate by concurrency"):
+        lines = [line for line in drawn(name, sweep.points(table)).get_lines()
+                 if line.get_linestyle() == "-" and line.get_marker() in ("o", "s")]  # fmt: skip
+        assert lines[0].get_xdata()[0] != lines[1].get_xdata()[0]
 
 
 def test_the_page_needs_nothing_else_and_is_a_function_of_the_records(table):
