@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from rayloader.errors import (
     ReceiptError,
     StateMismatch,
     UsageError,
+    counted,
     printable,
 )
 
@@ -36,8 +38,12 @@ if TYPE_CHECKING:
 
 FAILED, MISUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 """Exit statuses: something failed; the options or the source are wrong; Ctrl-C; SIGTERM."""
+PREFIX = "RAYLOADER"
+"""Of options in the environment."""
 DEBUG = "RAYLOADER_DEBUG"
 """Set to 1, errors come with their tracebacks."""
+NOT_OPTIONS = (DEBUG, "RAYLOADER_RUN_ID", "RAYLOADER_DLIO", "RAYLOADER_KUBERAY")
+"""How variables begin that are no options: rayloader's own, DLIO's adapter's, the tests'."""
 _USERS_OWN = (OptionError, CatalogError, StateMismatch, ReceiptError, UsageError)
 _NOTES = 10
 """Lines of notes shown with an error [lines]."""
@@ -45,7 +51,7 @@ WIDTH = 100
 """Columns of help, and of a table that goes to a file or a pipe [characters]."""
 SWEEP_WIDTH = 140
 """The same of a sweep's table [characters]."""
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b|)", re.IGNORECASE)
+_SIZE = re.compile(r"((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)\s*([kmgt]?)(i?b|)", re.IGNORECASE)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -63,7 +69,7 @@ def size(text: str | int) -> int:
         raise click.BadParameter(f"{text!r} is not a size such as 322624, 8MiB, 512M or 1.5GB")
     number, prefix, unit = match.groups()
     base = 1000 if unit.lower() == "b" else 1024
-    return int(float(number) * base ** " kmgt".index(prefix.lower() or " "))
+    return int(float(number.replace(",", "")) * base ** " kmgt".index(prefix.lower() or " "))
 
 
 class Sections(click.Command):
@@ -129,7 +135,7 @@ def _command(name: str) -> Callable[[Callable[..., None]], click.Command]:
     return cli.command(
         name,
         cls=Sections,
-        context_settings={"auto_envvar_prefix": "RAYLOADER"},
+        context_settings={"auto_envvar_prefix": PREFIX},
         epilog="Sizes are bytes, or such as 8MiB = 8M (powers of 1024) and 8MB (powers of 1000). "
         "Every option may also be given in the environment: --batch-size as RAYLOADER_BATCH_SIZE.",
     )
@@ -161,6 +167,24 @@ def _print_version(context: click.Context, parameter: click.Parameter, wanted: b
 )
 def cli() -> None:
     """Read many files with persistent Ray readers: make test data, list it, read it, measure."""
+    for name in sorted(_unknown_variables()):
+        near = difflib.get_close_matches(name, _known_variables(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        click.echo(f"rayloader: warning: {printable(name)} is no option{hint}", err=True)
+
+
+def _known_variables() -> set[str]:
+    """Options in the environment: of any command, and of a reader."""
+    names = {field.name for field in dataclasses.fields(Options)}
+    for command in cli.commands.values():
+        names.update(parameter.name or "" for parameter in command.params)
+    return {f"{PREFIX}_{name.upper()}" for name in names}
+
+
+def _unknown_variables() -> set[str]:
+    """Variables of the environment that look like options and are none."""
+    ours = {name for name in os.environ if name.startswith(f"{PREFIX}_")}
+    return {name for name in ours - _known_variables() if not name.startswith(NOT_OPTIONS)}
 
 
 ORDER = "What, and in which order"
@@ -244,7 +268,7 @@ def generate_command(
     with Counting(errors, "files written", files) as counting:
         catalog = generate(directory, files, progress=counting, access=access, **recipe)
     click.echo(
-        f"{len(catalog):,} files, {(catalog.total_bytes or 0) / 1e9:.2f} GB in "
+        f"{counted(len(catalog), 'file')}, {(catalog.total_bytes or 0) / 1e9:.2f} GB in "
         f"{printable(directory)}; catalog: {printable(directory.rstrip('/'))}.arrow"
     )
 
@@ -274,7 +298,7 @@ def catalog_command(
         )
     catalog.save(output)
     size_ = f", {catalog.total_bytes / 1e9:.2f} GB" if catalog.total_bytes is not None else ""
-    click.echo(f"{len(catalog):,} files{size_}; catalog: {printable(output)}")
+    click.echo(f"{counted(len(catalog), 'file')}{size_}; catalog: {printable(output)}")
 
 
 @_command("read")
@@ -356,9 +380,13 @@ def read_command(source: tuple[str, ...], json: str | None, **given: Any) -> Non
     if json is not None:
         _require_writable(json)
     _access(job.source, job.options)
-    with LiveWatch(_console(stderr=True), job) as watch:
-        result = read(job, watch)
-    _show(result, json)
+    results: list[ReadResult] = []
+    try:
+        with LiveWatch(_console(stderr=True), job) as watch:
+            results.append(read(job, watch, cut_short=results.append))
+    finally:
+        for result in results:
+            _show(result, json)
 
 
 def _job(source: str | list[str], given: dict[str, Any]) -> ReadJob:
@@ -630,7 +658,10 @@ def check_command(directory: str) -> None:
     from rayloader.experiment.audit import audit
 
     found = audit(directory)
-    click.echo(f"{found.records} receipts: {found.ranks} ranks, {found.epochs} epochs of training")
+    click.echo(
+        f"{counted(found.records, 'receipt')}: {counted(found.ranks, 'rank')}, "
+        f"{counted(found.epochs, 'epoch')} of training"
+    )
     for finding in found.findings:
         click.echo(f"{'holds ' if finding.holds else 'FAILS '} {finding.claim}")
         for problem in finding.problems[:_NOTES]:

@@ -236,6 +236,11 @@ def printable(key: str) -> str:
     return key if key.isprintable() else ascii(key)[1:-1]
 
 
+def counted(number: int, one: str) -> str:
+    """A number of things in words: 1 rank, 2 ranks, 1,000 ranks."""
+    return f"{number:,} {one}{'s' * (number != 1)}"
+
+
 __all__ = [
     name
     for name, value in list(globals().items())

@@ -39,6 +39,7 @@ from rayloader.errors import (
     SkipBudgetExceeded,
     StorageError,
     StorageStalled,
+    counted,
     printable,
 )
 from rayloader.plan import EpochPlan, ListPlan
@@ -602,8 +603,8 @@ class Reader:
 
     def _over_budget(self, last: StorageError) -> SkipBudgetExceeded:
         error = SkipBudgetExceeded(
-            f"{self._skipped} samples could not be read, {self._skip_budget()} may be skipped "
-            f"(skip_budget_files, skip_budget_share); the last: {last}"
+            f"{counted(self._skipped, 'sample')} could not be read, {self._skip_budget()} may be "
+            f"skipped (skip_budget_files, skip_budget_share); the last: {last}"
         )
         error.__cause__ = last
         return error

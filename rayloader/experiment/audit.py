@@ -229,7 +229,7 @@ _CLAIMS: dict[str, Callable[[Groups], Iterator[str]]] = {
     "what was read is what DLIO assigned, in its order": _as_assigned,
     "the ranks' shares are disjoint and complete": _disjoint,
     "nothing was read or looked up before the clock": _on_the_clock,
-    "every file was read once": _once,
+    "each rank read each of its files once": _once,
     "DLIO's bytes are within 1 % of the real ones": _nominal,
     "one reader process per rank, from beginning to end": _same_processes,
     "no file was left out": _nothing_skipped,

@@ -33,7 +33,7 @@ from rayloader import limits
 from rayloader.arena import READER_BYTES
 from rayloader.catalog import Catalog, root_of_source
 from rayloader.config import MIB, OBJECT_STORE_BYTES, PAGE, RAY_ADDRESS_SPACE, USUAL_PROCESSES
-from rayloader.errors import RayloaderError, printable
+from rayloader.errors import RayloaderError, counted, printable
 from rayloader.experiment.pagecache import cached_share
 from rayloader.experiment.report import version
 from rayloader.storage.access import Access
@@ -141,14 +141,14 @@ def _cpus(wanted: Wanted) -> Finding:
         return Finding(
             "CPUs",
             "warning",
-            f"{says}, for {wanted.ranks} ranks and their readers",
+            f"{says}, for {counted(wanted.ranks, 'rank')} and the readers",
             "widen the mask (mpirun --bind-to none, cpus='node'), or the quota",
         )
     if usable < 2 * wanted.ranks:
         return Finding(
             "CPUs",
             "warning",
-            f"{says}, for {wanted.ranks} ranks and their readers",
+            f"{says}, for {counted(wanted.ranks, 'rank')} and the readers",
             "readers and trainers will share CPUs: fewer ranks per node",
         )
     return Finding("CPUs", "ok", says)

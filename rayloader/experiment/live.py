@@ -19,6 +19,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from rayloader.errors import counted
 from rayloader.experiment.ranks import Loader, Moved
 from rayloader.experiment.read import EpochResult, ReadJob
 from rayloader.experiment.report import GB, epoch_line, title
@@ -99,7 +100,7 @@ class LiveWatch:
         """See ``Watch``."""
         if not self._lines:
             self._lines = [self._progress.add_task("", total=None, name="listing", text="")]
-        self._progress.update(self._lines[0], text=f"{entries:,} files")
+        self._progress.update(self._lines[0], text=counted(entries, "file"))
 
     def starting(self, loader: Loader) -> None:
         """See ``Watch``."""
@@ -234,14 +235,14 @@ class SweepWatch:
 
     def trials(self, done: int, total: int) -> None:
         """So many trials are recorded."""
-        text = f"{done} of {total} trials"
+        text = f"{done} of {counted(total, 'trial')}"
         self._progress.update(self._task, completed=done, total=total, description=text)
 
     def trial_done(self, trial: Trial, bytes_per_second: float, limit: str) -> None:
         """A trial has been measured."""
         if self._lines:
             self._console.print(
-                f"{trial.ranks} ranks x {trial.concurrency} in flight: "
+                f"{counted(trial.ranks, 'rank')} x {trial.concurrency} in flight: "
                 f"{bytes_per_second / GB:.3f} GB/s, limit: {limit}"
             )
 
@@ -281,7 +282,8 @@ class _Speed:
         seconds = now - last[0]
         gigabytes = (moved.bytes - last[1].bytes) / GB / seconds
         files = (moved.files - last[1].files) / seconds
-        in_flight = (moved.read_seconds - last[1].read_seconds) / seconds
+        # Less than before after a restart, whose reader counts anew.
+        in_flight = max(0.0, (moved.read_seconds - last[1].read_seconds) / seconds)
         reading = f", {in_flight:.0f} in flight" if moved.read_seconds else ""
         return f"{gigabytes:.2f} GB/s, {files:,.0f} files/s{reading}"
 

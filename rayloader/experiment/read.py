@@ -11,6 +11,7 @@ import dataclasses
 import os
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from rayloader.catalog import Catalog, Source
@@ -194,13 +195,21 @@ class ReadResult:
         job: which.
         catalog: what there was to read.
         list_seconds: how long listing it took, before any clock [s].
-        loaders: in the order they ran.
+        loaders: in the order they ran; each has the epochs that all ranks have finished, > 0.
+        interrupted: Ctrl-C or an error has ended it before it was through.
     """
 
     job: ReadJob
     catalog: Catalog
     list_seconds: float
     loaders: tuple[LoaderResult, ...]
+    interrupted: bool = False
+
+    @property
+    def comparable(self) -> ReadResult:
+        """With the loaders only that have finished all epochs."""
+        whole = tuple(it for it in self.loaders if len(it.epochs) == self.job.epochs)
+        return dataclasses.replace(self, loaders=whole)
 
 
 class Watch(Protocol):
@@ -222,8 +231,15 @@ class Watch(Protocol):
         """A rank warns."""
 
 
-def read(job: ReadJob, watch: Watch) -> ReadResult:
+def read(
+    job: ReadJob, watch: Watch, cut_short: Callable[[ReadResult], object] | None = None
+) -> ReadResult:
     """Run a job. Whatever it starts has ended when this returns or raises.
+
+    Args:
+        job: what to do.
+        watch: is told how it goes on.
+        cut_short: is given what was measured, if anything, before this raises.
 
     Raises:
         CatalogError: the source cannot be listed, or holds too little.
@@ -242,11 +258,17 @@ def read(job: ReadJob, watch: Watch) -> ReadResult:
             "benchmarks/objects.py compares loaders of objects"
         )
     fd = catalog.to_fd()
+    results: list[LoaderResult] = []
     try:
-        results = tuple(_run(loader, job, catalog, fd, watch) for loader in job.loaders)
+        for loader in job.loaders:
+            _run(loader, job, catalog, fd, watch, results)
+    except BaseException:  # Ctrl-C is one too
+        if cut_short is not None and results:
+            cut_short(ReadResult(job, catalog, listed, tuple(results), interrupted=True))
+        raise
     finally:
         os.close(fd)
-    return ReadResult(job, catalog, listed, results)
+    return ReadResult(job, catalog, listed, tuple(results))
 
 
 def _check_plan(job: ReadJob, catalog: Catalog) -> None:
@@ -267,8 +289,18 @@ def _check_plan(job: ReadJob, catalog: Catalog) -> None:
         )
 
 
-def _run(loader: Loader, job: ReadJob, catalog: Catalog, fd: int, watch: Watch) -> LoaderResult:
-    """Run one loader on all ranks, and wait until all of it is gone."""
+def _run(
+    loader: Loader,
+    job: ReadJob,
+    catalog: Catalog,
+    fd: int,
+    watch: Watch,
+    results: list[LoaderResult],
+) -> None:
+    """Run one loader on all ranks, and wait until all of it is gone.
+
+    Its epochs are added to ``results``, also where it raises.
+    """
     run_id = f"read:{secrets.token_hex(8)}"
     census = Census(run_id)
     census.appeared()
@@ -279,8 +311,12 @@ def _run(loader: Loader, job: ReadJob, catalog: Catalog, fd: int, watch: Watch) 
     try:
         with RankProcesses(tasks, fd, run_id) as ranks:
             lead = _Lead(loader, ranks, job.ranks, census, watch)
-            lead.through()
-            return LoaderResult(loader, lead.ready_at - began, cached, tuple(lead.epochs))
+            try:
+                lead.through()
+            finally:
+                if lead.epochs:
+                    epochs = tuple(lead.epochs)
+                    results.append(LoaderResult(loader, lead.ready_at - began, cached, epochs))
     finally:
         if not census.wait_until_gone(GONE_SECONDS):
             watch.said(0, f"processes that were started still run: {sorted(census.living())}")

@@ -18,7 +18,8 @@ from rich.text import Text
 
 from rayloader import __version__
 from rayloader.config import MIB, Options
-from rayloader.errors import printable
+from rayloader.errors import counted, printable
+from rayloader.experiment.grid import Fitted, plain_table
 from rayloader.experiment.ranks import Loader
 from rayloader.experiment.read import EpochResult, LoaderResult, ReadJob, ReadResult
 
@@ -30,14 +31,16 @@ _COLUMNS = (
     "epoch", "rank", "files", "GB", "GB/s", "files/s", "first\nms", "gap\nms", "stall\ns",
     "in flight\npeak mean", "p50\nms", "p99\nms", "re-\nstarts", "skip-\nped",
 )  # fmt: skip
+_SPARE = ("re-\nstarts", "skip-\nped")
+"""Columns that a narrow terminal does without where nothing happened."""
 
 
 def title(loader: Loader, job: ReadJob) -> str:
     """What a loader is called in front of people."""
     return {
         "rayloader": "rayloader",
-        "torch-kept": f"torch DataLoader, {job.workers} workers kept",
-        "torch-respawned": f"torch DataLoader, {job.workers} workers respawned",
+        "torch-kept": f"torch DataLoader, {counted(job.workers, 'worker')} kept",
+        "torch-respawned": f"torch DataLoader, {counted(job.workers, 'worker')} respawned",
         "torch-in-process": "torch DataLoader, no workers",
     }[loader]
 
@@ -49,15 +52,16 @@ def parts(result: ReadResult) -> Iterator[RenderableType]:
     yield Text(f"\n{legend(result)}")
     if left_out := skipped(result.loaders[0]):
         yield Text("\n" + "\n".join(left_out))
-    if result.job.compare:
+    whole = result.comparable
+    if len(whole.loaders) > 1:
         yield Text("\nside by side\n", style="bold")
-        yield comparison_table(result)
-        yield Text(f"\n{comparison_legend(result)}")
+        yield comparison_table(whole)
+        yield Text(f"\n{comparison_legend(whole)}")
 
 
-def ranks_table(result: LoaderResult) -> Table:
+def ranks_table(result: LoaderResult) -> Fitted:
     """A line per epoch and rank, and one per epoch for all ranks together."""
-    table = _table()
+    table = plain_table()
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     for epoch in result.epochs:
@@ -66,12 +70,12 @@ def ranks_table(result: LoaderResult) -> Table:
         if len(epoch.ranks) > 1:
             table.add_row(*_total_row(epoch), style="bold")
         table.add_section()
-    return table
+    return Fitted(table, keys=2, spare=_SPARE)
 
 
-def comparison_table(result: ReadResult) -> Table:
+def comparison_table(result: ReadResult) -> Fitted:
     """Every loader's later epochs, their median, and its first epoch."""
-    table = _table()
+    table = plain_table()
     table.add_column("")
     for name in (
         "GB/s", "files/s", "first\nms", "gap\nms", "processes\nstarted", "rayloader is\nfaster by",
@@ -83,7 +87,7 @@ def comparison_table(result: ReadResult) -> Table:
         _compare(table, result, [loader.later for loader in result.loaders])
     table.add_row("epoch 0", style="bold")
     _compare(table, result, [loader.epochs[:1] for loader in result.loaders])
-    return table
+    return Fitted(table, keys=1)
 
 
 def _compare(table: Table, result: ReadResult, each: Sequence[tuple[EpochResult, ...]]) -> None:
@@ -106,12 +110,16 @@ def heading(result: ReadResult) -> str:
     """What was read and how, in a line."""
     job = result.job
     how = [
-        f"{len(result.catalog):,} files",
-        f"{job.ranks} rank{'s' * (job.ranks > 1)} x batch {job.options.batch_size}",
+        counted(len(result.catalog), "file"),
+        f"{counted(job.ranks, 'rank')} x batch {job.options.batch_size}",
         *(["nothing delivered"] if not job.options.deliver else []),
         *(["every byte looked at"] if job.touch else []),
         *([f"{job.compute_seconds * 1e3:g} ms compute per batch"] if job.compute_seconds else []),
     ]
+    if result.interrupted:
+        done = sum(len(loader.epochs) for loader in result.loaders)
+        all_ = counted(job.epochs * len(job.loaders), "epoch")
+        how.insert(0, f"INTERRUPTED after {done} of {all_}")
     return f"rayloader {__version__}: " + ", ".join(how)
 
 
@@ -177,6 +185,7 @@ def document(result: ReadResult, command: Sequence[str]) -> dict[str, Any]:
     return {
         "environment": environment(),
         "command": list(command),
+        "interrupted": result.interrupted,
         "options": {
             "ranks": job.ranks,
             "epochs": job.epochs,
@@ -227,7 +236,7 @@ def version(package: str) -> str | None:
 def epoch_line(epoch: EpochResult) -> str:
     """One epoch on all ranks, in a line."""
     return (
-        f"epoch {epoch.epoch}: {epoch.files:,} files, {epoch.bytes / GB:.2f} GB in "
+        f"epoch {epoch.epoch}: {counted(epoch.files, 'file')}, {epoch.bytes / GB:.2f} GB in "
         f"{epoch.seconds:.2f} s: {epoch.bytes / epoch.seconds / GB:.2f} GB/s, "
         f"{epoch.files / epoch.seconds:,.0f} files/s"
     )
@@ -236,10 +245,6 @@ def epoch_line(epoch: EpochResult) -> str:
 def cached(share: float | None) -> str:
     """The state of the page cache, in words."""
     return "unknown" if share is None else f"{share:.0%}"
-
-
-def _table() -> Table:
-    return Table(box=None, pad_edge=False, padding=(0, 1), collapse_padding=True)
 
 
 def _rank_row(receipt: dict[str, Any], first: bool) -> list[str]:

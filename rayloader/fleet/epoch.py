@@ -21,7 +21,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
-from rayloader.errors import OptionError, RayloaderError, ReaderLost, UsageError, chained
+from rayloader.errors import (
+    OptionError,
+    RayloaderError,
+    ReaderLost,
+    UsageError,
+    chained,
+    counted,
+)
 from rayloader.experiment.ranks import Moved
 from rayloader.fleet.crew import Crew, Member, error_of
 from rayloader.fleet.work import Part, Piece, Progress
@@ -283,7 +290,9 @@ class Epoch:
         start = self._start + self._stop * before * size
         ranks = self._wanted or before
         self._begin(start, ranks)
-        self._events.append(f"{before} ranks became {ranks} after {start:,} samples")
+        self._events.append(
+            f"{counted(before, 'rank')} became {ranks} after {counted(start, 'sample')}"
+        )
         self._changed()
 
     def _changed(self) -> None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from rayloader.catalog import Catalog, Source
 from rayloader.config import Options
-from rayloader.errors import EmptyCatalog, OptionError, UsageError
+from rayloader.errors import EmptyCatalog, OptionError, UsageError, counted
 from rayloader.experiment.grid import Grid
 from rayloader.experiment.live import FleetWatch, SweepWatch, console_of_progress
 from rayloader.experiment.sweep import (
@@ -63,6 +63,12 @@ class Fleet:
     Raises:
         OptionError: an unknown option or a bad value.
     """
+
+    # A misspelt name that is set is an AttributeError.
+    __slots__ = (
+        "__weakref__", "_closed", "_compute_seconds", "_crew", "_epoch", "_lock", "_options",
+        "_pid", "_progress", "_ranks", "_running", "_source", "_touch",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -335,12 +341,12 @@ class Fleet:
             (str(it.rank), it.hello.host, str(it.hello.pid), str(it.hello.cpus)) for it in members
         )
         note = f"concurrency {self.concurrency}, batch {self._options.batch_size}"
-        title = f"Fleet: {self._ranks} ranks" + ("" if members else ", not started")
+        title = f"Fleet: {counted(self._ranks, 'rank')}" + ("" if members else ", not started")
         return Grid(title, ("rank", "<node", "pid", "CPUs"), rows, notes=(note,))
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._crew is not None else "not started"
-        return f"Fleet({self._ranks} ranks, concurrency {self.concurrency}, {state})"
+        return f"Fleet({counted(self._ranks, 'rank')}, concurrency {self.concurrency}, {state})"
 
     def _repr_html_(self) -> str:
         return self.grid().html()

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rayloader.config import Options
+from rayloader.errors import counted
 from rayloader.experiment.grid import Grid
 from rayloader.experiment.limit import Evidence, Limit, limit_of
 from rayloader.fleet.epoch import Outcome
@@ -291,7 +292,7 @@ class EpochReport:
             f"{sum(rank.cpu_consumer for rank in self.ranks):.2f}",
         )  # fmt: skip
         return Grid(
-            f"epoch {self.epoch}: {self.files:,} files, {_gb(self.bytes)} GB in "
+            f"epoch {self.epoch}: {counted(self.files, 'file')}, {_gb(self.bytes)} GB in "
             f"{self.seconds:.2f} s: {_gb(self.bytes_per_second)} GB/s",
             _COLUMNS,
             (*rows, total),
@@ -301,7 +302,8 @@ class EpochReport:
 
     def __repr__(self) -> str:
         return (
-            f"EpochReport(epoch {self.epoch}, {len(self.ranks)} ranks, {self.files:,} files, "
+            f"EpochReport(epoch {self.epoch}, {counted(len(self.ranks), 'rank')}, "
+            f"{counted(self.files, 'file')}, "
             f"{_gb(self.bytes_per_second)} GB/s, {self.files_per_second:,.0f} files/s)"
         )
 

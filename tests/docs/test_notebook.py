@@ -42,7 +42,7 @@ def shown(cell, kind):
 @pytest.mark.timeout(150)
 def test_reports_are_tables_and_the_picture_is_a_picture(executed):
     opened, first, scaled, changed, swept, drawn, _ = executed
-    assert "Fleet: 1 ranks" in shown(opened, "text/html")
+    assert "Fleet: 1 rank" in shown(opened, "text/html")
     assert "epoch 0: 120 files" in shown(first, "text/html")
     assert "limit: " in shown(first, "text/html")
     assert "epoch 1: 120 files" in shown(scaled, "text/html")

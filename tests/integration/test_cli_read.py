@@ -159,6 +159,49 @@ def test_ctrl_c_ends_everything_with_status_130(census, directory):
     assert census.left() == []
 
 
+def after_an_epoch(process):
+    """Wait until all ranks have read epoch 0."""
+    for line in process.popen.stderr:
+        if b"epoch 0:" in line:
+            return
+    raise AssertionError("it ended before")
+
+
+def test_ctrl_c_keeps_the_epochs_that_all_ranks_have_read(census, directory, tmp_path):
+    file = tmp_path / "all.json"
+    process = started(
+        census, directory, "--ranks", 2, "--epochs", 1000, "--batch-size", 5,
+        "--compute-seconds", 0.1, "--json", file,
+    )  # fmt: skip
+    after_an_epoch(process)
+    process.popen.send_signal(signal.SIGINT)
+    status, out, err = ended(process, 30)
+    assert (status, err.splitlines()[-1]) == (130, "rayloader: interrupted")
+    document = json.loads(file.read_text())
+    assert document["interrupted"] is True
+    (ours,) = document["loaders"]
+    assert ours["epochs"][0]["files"] == FILES
+    assert f"INTERRUPTED after {len(ours['epochs'])} of 1,000 epochs" in out
+    assert "epoch rank files" in out
+    assert census.left() == []
+
+
+def test_an_error_in_a_later_epoch_keeps_those_before_it(census, directory, tmp_path):
+    data, file = tmp_path / "data", tmp_path / "all.json"
+    shutil.copytree(directory, data)
+    process = started(
+        census, data, "--epochs", 1000, "--batch-size", 5, "--compute-seconds", 0.05, "--json", file
+    )
+    after_an_epoch(process)
+    (data / "007.bin").unlink()
+    status, out, err = ended(process, 30)
+    assert status == 1
+    assert "007.bin: no such file" in err
+    assert "INTERRUPTED after" in out
+    (ours,) = json.loads(file.read_text())["loaders"]
+    assert ours["epochs"][0]["receipts"][0]["files"] == FILES
+
+
 def test_being_terminated_ends_everything_with_status_143(census, directory):
     process = started(census, directory, "--epochs", 1000, "--compute-seconds", 0.2)
     reading(census, process)

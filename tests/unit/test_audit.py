@@ -60,7 +60,7 @@ def test_a_run_that_is_as_it_should_be_holds(written):
         ({"dataset_files": 12}, "disjoint and complete"),
         ({"bytes_before_clock": 1}, "before the clock"),
         ({"metadata_ops_before_clock": 1}, "before the clock"),
-        ({"bytes_transferred": 2000}, "read once"),
+        ({"bytes_transferred": 2000}, "its files once"),
         ({"bytes_nominal": 1011}, "within 1 %"),
         ({"reader_pid": 8}, "one reader process"),
         ({"restarts": 1}, "one reader process"),

@@ -42,13 +42,15 @@ def job(*arguments):
         ("64 KiB", 64 << 10),
         ("1.5GB", 1_500_000_000),
         ("2T", 2 << 40),
+        ("645,300,224", 645_300_224),
+        ("1,024MiB", 1 << 30),
     ],
 )
 def test_sizes_are_spelled_as_gnu_tools_spell_them(text, wanted):
     assert cli.size(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "M", "-1", "8XiB", "1e6", "8 M B", "eight"])
+@pytest.mark.parametrize("text", ["", "M", "-1", "8XiB", "1e6", "8 M B", "eight", "64,53", ",000"])
 def test_what_is_no_size_is_named(text):
     with pytest.raises(click.BadParameter, match="not a size") as raised:
         cli.size(text)
@@ -93,6 +95,20 @@ def test_options_also_come_from_the_environment_and_arguments_win(monkeypatch):
     read = job("data", "--batch-size", 9)
     assert read.options == Options(batch_size=9, memory_bytes=32 << 20, deliver=False)
     assert read.ranks == 2
+
+
+def test_a_variable_that_is_no_option_is_told(rayloader, monkeypatch, tmp_path):
+    monkeypatch.setenv("RAYLOADER_BATCHSIZE", "secret")
+    monkeypatch.setenv("RAYLOADER_RANKS", "2")  # of another command
+    monkeypatch.setenv("RAYLOADER_READ_AHEAD_BATCHES", "2")
+    monkeypatch.setenv("RAYLOADER_RUN_ID", "x")
+    monkeypatch.setenv("RAYLOADER_DLIO_PYTHON", "x")
+    status, out, err = rayloader("generate", tmp_path / "data", "--files", 1, "--size", 1)
+    assert status == 0
+    assert out.startswith("1 file, ")
+    assert err == (
+        "rayloader: warning: RAYLOADER_BATCHSIZE is no option; did you mean RAYLOADER_BATCH_SIZE?\n"
+    )
 
 
 def test_several_sources_are_a_list_of_files():

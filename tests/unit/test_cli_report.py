@@ -10,10 +10,12 @@ from rich.console import Console
 
 from rayloader.catalog import Catalog
 from rayloader.config import Options
-from rayloader.experiment import report
+from rayloader.errors import counted
+from rayloader.experiment import live, report
+from rayloader.experiment.grid import Grid
 from rayloader.experiment.pagecache import cached_share
 from rayloader.experiment.processes import Census
-from rayloader.experiment.ranks import Done
+from rayloader.experiment.ranks import Done, Moved
 from rayloader.experiment.read import EpochResult, LoaderResult, ReadJob, ReadResult
 from rayloader.launch import RUN_ID
 from rayloader.receipt import Receipt
@@ -82,12 +84,74 @@ def test_a_table_fits_into_a_hundred_columns(result):
         assert "…" not in text
 
 
+@pytest.mark.parametrize("width", [30, 60, 80])
+def test_a_narrow_terminal_gets_the_columns_below_each_other_and_every_figure(result, width):
+    result.loaders[0].epochs[0].ranks[0].receipt.update(
+        files=12_345_678, restarts=1, skipped=[{"key": "a", "cause": "b"}]
+    )
+    table = report.ranks_table(result.loaders[0])
+    wide, narrow = shown(table), shown(table, width)
+    assert max(map(len, narrow.splitlines())) <= width
+    assert "…" not in narrow
+    assert set(wide.split()) == set(narrow.split())
+    parts = narrow.split("epoch")[1:]
+    assert all(part.count(" all") == 2 for part in parts)
+
+
+def test_columns_in_which_nothing_happened_go_first(result):
+    table = report.ranks_table(result.loaders[0])
+    assert "starts" in shown(table)
+    assert "starts" not in shown(table, 80)
+    assert shown(table, 80).count("epoch") == 1
+
+
+def test_the_comparison_keeps_every_figure_on_a_narrow_terminal(result):
+    wide, narrow = (shown(report.comparison_table(result), width) for width in (100, 60))
+    assert "…" not in narrow
+    assert set(wide.split()) == set(narrow.split())
+
+
+def test_a_grid_keeps_every_figure_on_a_narrow_terminal():
+    columns = ("ranks", "in flight\nper rank", *(f"column {n}" for n in range(8)), "<limit")
+    row = ("12", "64", *(f"{n}{n},000.00" for n in range(8)), "storage")
+    table = Grid("A title", columns, (row,)).table()
+    text = shown(table, 60)
+    assert max(map(len, text.splitlines())) <= 60
+    assert text.count("A title") == 1
+    rows = [line.split() for line in text.splitlines() if line.startswith("   12 ")]
+    assert len(rows) > 1
+    assert all(cells[:2] == ["12", "64"] for cells in rows)
+    assert set(row) <= set(text.split())
+
+
 def test_the_comparison_keeps_the_first_epoch_apart(result):
     text = shown(report.comparison_table(result))
     later, first = text.split("epoch 0")
     assert "epochs 1 to 1, median" in later
     assert "1.0 x" in later
     assert "1.0 x" in first
+
+
+def test_a_run_that_was_interrupted_compares_only_whole_loaders(result):
+    ours, theirs = result.loaders
+    partial = dataclasses.replace(theirs, loader="torch-kept", epochs=theirs.epochs[:1])
+    cut = dataclasses.replace(result, loaders=(ours, partial), interrupted=True)
+    text = "".join(shown(part) for part in report.parts(cut))
+    assert "INTERRUPTED after 3 of 8 epochs" in text
+    assert "side by side" not in text
+    assert report.document(cut, ["rayloader"])["interrupted"] is True
+    cut = dataclasses.replace(result, loaders=(ours, theirs, partial), interrupted=True)
+    text = "".join(shown(part) for part in report.parts(cut))
+    assert "respawned" in text
+    assert "kept" not in text
+
+
+def test_progress_counts_in_words_and_never_below_nothing():
+    speed = live._Speed()
+    speed.text(Moved(0, 1, 9, 8, 100, 5.0))
+    assert ", 0 in flight" in speed.text(Moved(0, 2, 9, 16, 200, 4.9))
+    assert counted(1, "rank") == "1 rank"
+    assert counted(1000, "rank") == "1,000 ranks"
 
 
 def test_what_was_left_out_is_named_and_the_rest_counted(result):

@@ -15,6 +15,7 @@ from rayloader.experiment.grid import Grid
 from rayloader.fleet.consumer import SharedCatalog, Turns
 from rayloader.fleet.crew import _least
 from rayloader.fleet.epoch import require_ordered
+from rayloader.fleet.fleet import Fleet
 from rayloader.fleet.work import Piece, left_over
 from rayloader.plan import EpochPlan, Shard
 
@@ -115,3 +116,12 @@ def test_a_consumer_gets_the_digest_with_the_catalog_and_does_not_compute_it(tmp
     assert SharedCatalog(str(saved), "", None, "as the owner said").load().digest == (
         "as the owner said"
     )
+
+
+def test_a_misspelt_attribute_of_a_fleet_is_an_error():
+    fleet = Fleet("data", concurrency=8)
+    with pytest.raises(AttributeError, match="concurency"):
+        fleet.concurency = 3
+    fleet.concurrency = 3
+    assert fleet.concurrency == 3
+    assert repr(fleet) == "Fleet(1 rank, concurrency 3, not started)"
