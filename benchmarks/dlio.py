@@ -158,6 +158,8 @@ def _record(measures: dict[str, Any], data: Path) -> dict[str, Any]:
     rounds = sorted({measure["rounds"] for measure in measures.values()})
     return {
         "environment": facts,
+        "load": [one[when] for one in measures.values() for when in ("load_before", "load_after")],
+        "seconds": sum(one["seconds"] for one in measures.values()),
         "rounds": rounds[0] if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}",
         "measures": {name: measures[name] for name in ORDER if name in measures},
     }
@@ -509,7 +511,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         ("500 steps", "client CPU", "500 steps: CPU of all client processes"),
         ("41 steps", "wall clock", "41 steps per epoch, 1 ms compute, page cache hot"),
         ("20 ms", "accelerator utilisation", "20 ms compute per step: DLIO's AU"),
-        ("pictures", "wall clock", "DLIO 2.0.0 decodes each image, rayloader does not"),
+        ("pictures", "wall clock", "DLIO 2.0.0, which decodes"),
     ]
     drawn = []
     for name, column, title in panels:

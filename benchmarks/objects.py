@@ -12,14 +12,14 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks import environment, files, picture, report
-from benchmarks.contender import ContenderFailed, Processes
+from benchmarks.contender import Processes
 from benchmarks.files import FileSet
 from benchmarks.measures import objects_hot, objects_latency
 from benchmarks.object_lineup import ObjectSetting, Server
@@ -71,7 +71,7 @@ def main() -> None:
             seed=words.seed,
             quick=words.quick,
         )
-        outcomes, load = _measured(setting, words.only or MEASURES, console)
+        outcomes, load = report.measured(MEASURES, setting, words.only or MEASURES, console)
     report.show_targets(console, [row for out in outcomes.values() for row in out.rows])
     record = {
         "environment": environment.describe(data, "objects"),
@@ -116,28 +116,6 @@ def _fill(server: SeaweedFS, objects: FileSet) -> None:
             s3.put_object(Bucket=bucket, Key=key, Body=Path(path).read_bytes())
 
         list(pool.map(put, objects.paths()))
-
-
-def _measured(
-    setting: ObjectSetting, names: Iterable[str], console: Console
-) -> tuple[dict[str, Outcome], list[float]]:
-    """Run the measures, one after the other; one that fails is said and left out.
-
-    Also the machine's load average before each and at the end, which includes the run itself.
-    """
-    outcomes: dict[str, Outcome] = {}
-    load = []
-    for name in names:
-        load.append(round(os.getloadavg()[0], 1))
-        try:
-            with console.status(f"measuring {name}"):
-                outcomes[name] = MEASURES[name](setting)
-        except ContenderFailed as failure:
-            console.print(f"{name} failed: {failure}", style="red", markup=False)
-        else:
-            report.show(console, outcomes[name])
-    load.append(round(os.getloadavg()[0], 1))
-    return outcomes, load
 
 
 if __name__ == "__main__":

@@ -11,13 +11,12 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks import environment, files, picture, report
-from benchmarks.contender import ContenderFailed, Processes
+from benchmarks.contender import Processes
 from benchmarks.lineup import Setting
 from benchmarks.measures import MEASURES
 from benchmarks.outcome import Outcome
@@ -37,9 +36,9 @@ def main() -> None:
     began = time.monotonic()
     with Processes() as processes:
         setting = _setting(words, data, processes)
-        outcomes = _measured(setting, words.only or MEASURES, console)
+        outcomes, load = report.measured(MEASURES, setting, words.only or MEASURES, console)
     report.show_targets(console, [row for out in outcomes.values() for row in out.rows])
-    record = _record(setting, outcomes, time.monotonic() - began)
+    record = _record(setting, outcomes, load, time.monotonic() - began)
     partial = words.quick or words.only
     folder = Path(words.out or (data / "results" if partial else HERE / "results"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,20 +61,6 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measured(setting: Setting, names: Iterable[str], console: Console) -> dict[str, Outcome]:
-    """Run the measures, one after the other; one that fails is said and left out."""
-    outcomes = {}
-    for name in names:
-        try:
-            with console.status(f"measuring {name}"):
-                outcomes[name] = MEASURES[name](setting)
-        except ContenderFailed as failure:
-            console.print(f"{name} failed: {failure}", style="red", markup=False)
-        else:
-            report.show(console, outcomes[name])
-    return outcomes
-
-
 def _setting(words: argparse.Namespace, data: Path, processes: Processes) -> Setting:
     return Setting(
         data=data,
@@ -96,9 +81,12 @@ def _compiled(data: Path) -> Path:
     return program
 
 
-def _record(setting: Setting, outcomes: dict[str, Outcome], seconds: float) -> dict[str, object]:
+def _record(
+    setting: Setting, outcomes: dict[str, Outcome], load: list[float], seconds: float
+) -> dict[str, object]:
     return {
         "environment": environment.describe(setting.data),
+        "load": load,
         "rounds": setting.rounds,
         "turn_seconds": setting.seconds,
         "seed": setting.seed,

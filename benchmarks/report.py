@@ -1,15 +1,44 @@
-"""Tables for the terminal."""
+"""Run measures; tables for the terminal and for Markdown."""
 
 from __future__ import annotations
 
+import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.contender import ContenderFailed
 from benchmarks.outcome import Outcome, Row
+
+
+def measured(
+    measures: Mapping[str, Callable[[Any], Outcome]],
+    setting: Any,
+    names: Iterable[str],
+    console: Console,
+) -> tuple[dict[str, Outcome], list[float]]:
+    """Run measures by their names, one after the other; one that fails is said and left out.
+
+    Returns:
+        What they gave, and the machine's load average before each and at the end, which includes
+        the run itself.
+    """
+    outcomes: dict[str, Outcome] = {}
+    load = []
+    for name in names:
+        load.append(round(os.getloadavg()[0], 1))
+        try:
+            with console.status(f"measuring {name}"):
+                outcomes[name] = measures[name](setting)
+        except ContenderFailed as failure:
+            console.print(f"{name} failed: {failure}", style="red", markup=False)
+        else:
+            show(console, outcomes[name])
+    load.append(round(os.getloadavg()[0], 1))
+    return outcomes, load
 
 
 def show(console: Console, outcome: Outcome) -> None:

@@ -21,6 +21,7 @@ from rayloader.receipt import Receipt
 
 ROOT = Path(__file__).resolve().parents[2]
 README, CLI = ROOT / "README.md", ROOT / "docs" / "cli.md"
+DLIO = ROOT / "examples" / "dlio" / "README.md"
 METRICS = ROOT / "docs" / "metrics.md"
 WIDTH = 92
 
@@ -102,22 +103,19 @@ def all_help():
     )
 
 
-def object_results():
-    """The table of the last full run of ``benchmarks.objects``."""
-    return report.markdown(json.loads((ROOT / "benchmarks/results/objects.json").read_text()))
-
-
-def scale_results():
-    """The table of the last full run of ``benchmarks.scale``."""
-    return report.markdown(json.loads((ROOT / "benchmarks/results/scale.json").read_text()))
+def results(name):
+    """The table of the last full run of a benchmark."""
+    return report.markdown(json.loads((ROOT / f"benchmarks/results/{name}.json").read_text()))
 
 
 PARTS = {
     "commands": (README, console),
     "options": (README, options_table),
     "receipt": (README, receipt_table),
-    "object-results": (README, object_results),
-    "scale-results": (README, scale_results),
+    "results": (README, lambda: results("posix")),
+    "object-results": (README, lambda: results("objects")),
+    "scale-results": (README, lambda: results("scale")),
+    "dlio-results": (DLIO, lambda: results("dlio")),
     "help": (CLI, all_help),
     "metrics": (METRICS, metrics_table),
 }

@@ -303,8 +303,9 @@ nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_da
 second = nodes.add_node(num_cpus=1)
 ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
 import rayloader
-with rayloader.Fleet(sys.argv[1], ranks=3, batch_size=4, compute_seconds=0.1,
-                     progress=False) as fleet:
+with rayloader.Fleet(sys.argv[1], ranks=3, batch_size=4, progress=False) as fleet:
+    fleet.run_epoch()  # all have found their files, and begin the next epoch at once
+    fleet.compute_seconds = 0.1
     running = fleet.start_epoch()
     time.sleep(0.8)
     nodes.remove_node(second)
