@@ -553,7 +553,7 @@ def report_command(directory: str, baseline: str | None) -> None:
     table = sweep.table_of(sweep.load(directory))
     other = sweep.table_of(sweep.load(baseline)) if baseline is not None else None
     sweep.save_table(table, directory)
-    _show_sweep(table, page.write(table, directory, other), other)
+    _show_sweep(table, page.write(table, directory, other, baseline), other)
 
 
 @_command("doctor")
@@ -623,8 +623,12 @@ def _show_sweep(table: Any, written: list[str], baseline: Any = None) -> None:
     shown = page.grid(found, page.measured(baseline) if baseline is not None else [])
     console.print(plot.headline(found), style="bold", soft_wrap=True)
     console.print(shown.table())
-    for line in (*shown.notes, *map(printable, written)):
+    for line in shown.notes:
         console.print(line, markup=False, soft_wrap=True)
+    for warning in page.warnings(table, baseline):
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+    for path in written:
+        console.print(printable(path), markup=False, soft_wrap=True)
 
 
 def _require_writable(path: str) -> None:

@@ -20,6 +20,8 @@ LISTING_SECONDS = 24 * 3600.0
 """How long ranks wait for the one that lists for them [s]; its death ends their wait."""
 ROOM_SECONDS = 10.0
 """How long a trainer that holds the whole arena may go on holding it while it waits [s]."""
+SHORT_EPOCH_SECONDS = 0.5
+"""Shorter epochs of a sweep show how they begin and end, not how fast they read [s]."""
 POPULATED_BYTES = 128 * MIB
 """The arena's first pages, touched before the clock [bytes]."""
 RANGES_BYTES = 64 * MIB

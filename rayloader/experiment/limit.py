@@ -29,7 +29,8 @@ ONE_CORE = 0.7
 WINDOW_FULL = 0.5
 """Reads in flight on average, of the ceiling, from which on the storage is what is waited for."""
 QUEUED = 2.0
-"""A read that takes so many times what it takes alone waits in a queue: more do not help."""
+"""A read that takes so many times what it takes alone waits in a queue: more do not help. One that
+takes so much longer alone was answered by something else."""
 MEMORY_FULL = 0.3
 """Bytes in flight on average, of the bound, from which on memory is what is waited for [0..1]."""
 
@@ -57,7 +58,7 @@ class Evidence:
     latency: float
     """Median duration of a read [s]."""
     latency_alone: float | None
-    """The same of reads one at a time, just after the run; ``None``: not measured [s]."""
+    """The same of reads one at a time that no page cache answers; ``None``: not measured [s]."""
     read_bytes: float
     """Mean size of a read [bytes]."""
     memory_bytes: int
@@ -158,8 +159,16 @@ def _storage(seen: Evidence) -> Limit:
     full = f"{seen.in_flight:.1f} of {seen.concurrency} reads were in flight on average"
     now, alone = seen.latency * 1e3, seen.latency_alone
     if alone is None:
-        return Limit("storage", f"{full}, each taking {now:.2f} ms", "It is waited for")
-    times = f"{full}, each taking {now:.2f} ms; alone a read takes {alone * 1e3:.2f} ms"
+        return Limit("storage", f"{full}, taking {now:.2f} ms (median)", "It is waited for")
+    times = (
+        f"{full}, taking {now:.2f} ms (median); alone a read takes {alone * 1e3:.2f} ms (median)"
+    )
+    if alone >= QUEUED * seen.latency:
+        return Limit(
+            "unclear",
+            f"{times}: longer than among others, which tells nothing of this storage under load",
+            "Reads that a cache answers are compared with a cold one (--cache cold)",
+        )
     if seen.latency >= QUEUED * alone:
         return Limit("storage bandwidth", times, "Reads queue there: more in flight does not help")
     return Limit("storage latency", times, "More in flight (concurrency, ranks) helps")

@@ -15,6 +15,10 @@ from rayloader.experiment.grid import Grid
 from rayloader.experiment.sweep import Point
 
 PAGE = "report.html"
+OTHERS = 0.2
+"""What other programs may use of the CPUs before it is warned of [0..1]."""
+_NAMED = 3
+"""Points that a warning names [points]."""
 _STYLE = """
 :root { color-scheme: light; }
 * { box-sizing: border-box; }
@@ -37,15 +41,23 @@ td, th { border-bottom: 1px solid #e4e4e4; vertical-align: top; }
 """
 
 
-def page(table: pa.Table, baseline: pa.Table | None = None) -> str:
+def page(
+    table: pa.Table, baseline: pa.Table | None = None, baseline_name: str | None = None
+) -> str:
     """The page of a sweep, which needs no other file and no network.
+
+    Args:
+        table: of the sweep.
+        baseline: of another one, drawn dashed.
+        baseline_name: what the page calls that, its directory; not given: what was swept.
 
     Raises:
         ReceiptError: there is no measured epoch.
         UsageError: matplotlib is not installed.
     """
     title = plot.headline(measured(table))
-    return _document(title, [f"<h1>{html.escape(title)}</h1>", *_parts(table, baseline)])
+    parts = _parts(table, baseline, baseline_name)
+    return _document(title, [f"<h1>{html.escape(title)}</h1>", *parts])
 
 
 def page_of_sizes(tables: Sequence[pa.Table]) -> str:
@@ -61,6 +73,8 @@ def page_of_sizes(tables: Sequence[pa.Table]) -> str:
     unit, divisor = plot.unit_of(best)
     size = next(size for size, found in each if found is best)
     title = f"Fastest with files of {plot.size_of(size)}: {rate / divisor:.3g} {unit}"
+    if why := next(filter(None, (sweep.doubt(found) for _, found in each)), ""):
+        title += f"; but {why}"
     parts = [
         f"<h1>{html.escape(title)}</h1>",
         f'<div class="figures"><figure>{plot.svg_of_sizes(each)}</figure></div>',
@@ -68,7 +82,7 @@ def page_of_sizes(tables: Sequence[pa.Table]) -> str:
     ]
     for (size, found), table in zip(each, tables, strict=True):
         heading = f"Files of {plot.size_of(size)}: {plot.headline(found)}"
-        parts += [f"<h2>{html.escape(heading)}</h2>", *_parts(table, None, f"{size:.0f} ")]
+        parts += [f"<h2>{html.escape(heading)}</h2>", *_parts(table, salt=f"{size:.0f} ")]
     return _document(title, parts)
 
 
@@ -81,7 +95,12 @@ def _document(title: str, parts: Sequence[str]) -> str:
     )
 
 
-def _parts(table: pa.Table, baseline: pa.Table | None, salt: str = "") -> list[str]:
+def _parts(
+    table: pa.Table,
+    baseline: pa.Table | None = None,
+    baseline_name: str | None = None,
+    salt: str = "",
+) -> list[str]:
     """What a page says of one sweep, below its headline; ``salt`` keeps its figures' ids apart."""
     found = measured(table)
     before = measured(baseline) if baseline is not None else []
@@ -92,12 +111,20 @@ def _parts(table: pa.Table, baseline: pa.Table | None, salt: str = "") -> list[s
     return [
         f'<p class="why">{html.escape(_why(seen))}</p>',
         f'<p class="small">{html.escape(_what(about))}</p>',
-        *(f'<p class="warning">{html.escape(text)}</p>' for text in _warnings(found, about)),
+        *(f'<p class="warning">{html.escape(text)}</p>' for text in warnings(table, baseline)),
         f'<div class="figures">{figures}</div>',
+        *_dashed(baseline, baseline_name),
         f'<h3>Every point</h3><div class="wide">{grid(found, before).html()}</div>',
         f'<h3>How it was measured</h3><div class="wide">{_environment(about).html()}</div>',
         f'<p class="small">{html.escape(_method(about))}</p>',
     ]
+
+
+def _dashed(baseline: pa.Table | None, name: str | None) -> list[str]:
+    """What the dashed lines are, where there are any."""
+    if baseline is None:
+        return []
+    return [f'<p class="small">{html.escape(plot.about_baseline(baseline, name))}.</p>']
 
 
 def _sizes(each: Sequence[tuple[float, list[Point]]]) -> Grid:
@@ -128,11 +155,16 @@ def measured(table: pa.Table) -> list[Point]:
     return found
 
 
-def write(table: pa.Table, directory: str, baseline: pa.Table | None = None) -> list[str]:
-    """Write the page and the pictures into a directory; their paths."""
+def write(
+    table: pa.Table,
+    directory: str,
+    baseline: pa.Table | None = None,
+    baseline_name: str | None = None,
+) -> list[str]:
+    """Write the page and the pictures into a directory; their paths. See :func:`page`."""
     picture = os.path.join(directory, "sweep.png")
-    plot.plot(table, baseline).savefig(picture, dpi=130)
-    return [_written(page(table, baseline), directory), picture]
+    plot.plot(table, baseline, baseline_name=baseline_name).savefig(picture, dpi=130)
+    return [_written(page(table, baseline, baseline_name), directory), picture]
 
 
 def write_sizes(tables: Sequence[pa.Table], directory: str) -> list[str]:
@@ -196,16 +228,40 @@ def _what(about: dict[str, Any]) -> str:
     return f"{printable(one['source'])}: {one['entries']:,} files{mean}."
 
 
-def _warnings(found: Sequence[Point], about: dict[str, Any]) -> list[str]:
+def warnings(table: pa.Table, baseline: pa.Table | None = None) -> list[str]:
+    """What makes the figures of a sweep, or their comparison, doubtful; a sentence each.
+
+    Raises:
+        ReceiptError: there is no measured epoch, or a table is of no sweep.
+    """
+    found, about = measured(table), sweep.about(table)
     astray, epochs = sum(it.astray for it in found), sum(it.epochs for it in found)
     said = []
     if astray:
         cache = about["sweep"]["plan"]["cache"]
-        said.append(f"In {astray} of {epochs} epochs the page cache was not {cache}, as was asked.")
+        said.append(
+            f"In {astray} of {epochs} epochs the page cache was not {cache}, as was asked: "
+            f"{_named([it for it in found if it.astray])}."
+        )
+    busy = [it for it in found if it.others_share >= OTHERS]
+    if busy:
+        share = max(it.others_share for it in busy)
+        said.append(
+            f"Other programs used {share:.0%} of the CPUs ({_named(busy)}): stop them and measure "
+            "again."
+        )
+    if baseline is not None and (differing := sweep.differences(table, baseline)):
+        said.append(printable(f"The baseline is of something else: {', '.join(differing)}."))
     places = {(one["host"], one["commit"], one["ray"]) for one in about["sessions"]}
     if len(places) > 1:
         said.append("The records come from different machines or versions: see below.")
     return said
+
+
+def _named(found: Sequence[Point]) -> str:
+    """The first few points by name, and how many more there are."""
+    more = [f"{len(found) - _NAMED} more"] if len(found) > _NAMED else []
+    return ", ".join([*(it.name for it in found[:_NAMED]), *more])
 
 
 def _environment(about: dict[str, Any]) -> Grid:

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from rayloader.errors import UsageError
-from rayloader.experiment.sweep import Point, points, verdict
+from rayloader.errors import UsageError, printable
+from rayloader.experiment.sweep import Point, about, doubt, points, verdict
 
 GB, MB = 1e9, 1e6
 _STYLE = {
@@ -39,7 +39,9 @@ _DODGE = 0.012
 Draw: TypeAlias = Callable[[Any, Sequence[Point], Sequence[Point]], None]
 
 
-def plot(table: pa.Table, baseline: pa.Table | None = None) -> Any:
+def plot(
+    table: pa.Table, baseline: pa.Table | None = None, *, baseline_name: str | None = None
+) -> Any:
     """Draw a sweep: throughput and latency against ranks and concurrency.
 
     Points are medians of the measured epochs, whiskers the slowest and the fastest. The thin line
@@ -48,13 +50,14 @@ def plot(table: pa.Table, baseline: pa.Table | None = None) -> Any:
     Args:
         table: from :meth:`Fleet.sweep <rayloader.Fleet.sweep>`, or the same as ``results.parquet``.
         baseline: another one, drawn dashed.
+        baseline_name: what the picture calls it, its directory; not given: what was swept.
 
     Returns:
         A ``matplotlib.figure.Figure``; ``.savefig("sweep.png")``.
 
     Raises:
         UsageError: matplotlib is not installed.
-        ReceiptError: the table has no measured epoch.
+        ReceiptError: the table has no measured epoch, or the baseline is of no sweep.
     """
     matplotlib = require_matplotlib()
     found, before = points(table), points(baseline) if baseline is not None else []
@@ -63,14 +66,19 @@ def plot(table: pa.Table, baseline: pa.Table | None = None) -> Any:
         for axes, draw in zip(figure.subplots(2, 2).flat, PANELS.values(), strict=True):
             draw(axes, found, before)
         figure.suptitle(headline(found), x=0.01, ha="left", fontweight="bold")
+        if baseline is not None:
+            text = about_baseline(baseline, baseline_name)
+            figure.supxlabel(text, x=0.01, ha="left", fontsize=9, parse_math=False)
     return figure
 
 
 def headline(found: Sequence[Point]) -> str:
-    """Where scaling stops, and why, in a line."""
+    """Where scaling stops, and why, in a line; or why that cannot be told."""
     seen = verdict(found)
     unit, divisor = unit_of(found)
     rate = f"{seen.at.rate / divisor:.3g} {unit}"
+    if why := doubt(found):
+        return f"{why[:1].upper()}{why[1:]}. Seen: {rate} at {seen.at.name} per rank"
     if len({point.ranks for point in found}) == 1:
         return f"{rate} at {seen.at.concurrency} in flight per rank; limit: {seen.at.limit}"
     if seen.stops_at is None:
@@ -80,6 +88,18 @@ def headline(found: Sequence[Point]) -> str:
         )
     count = f"{seen.stops_at} rank" + "s" * (seen.stops_at > 1)
     return f"Scaling stops at {count}: {rate}; limit: {seen.at.limit}"
+
+
+def about_baseline(baseline: pa.Table, name: str | None) -> str:
+    """What the dashed lines are: which sweep, and of which day.
+
+    Raises:
+        ReceiptError: the table is of no sweep.
+    """
+    one = about(baseline)
+    measured = str(one["sessions"][-1]["time"])[:16].replace("T", " ")
+    what = name if name is not None else one["sweep"]["source"]
+    return f"Dashed: the baseline, {printable(what)}, measured {measured} UTC"
 
 
 def unit_of(found: Sequence[Point]) -> tuple[str, float]:
@@ -198,14 +218,13 @@ def _rate_by_ranks(axes: Any, found: Sequence[Point], before: Sequence[Point]) -
 
 def _name_limit(axes: Any, found: Sequence[Point], divisor: float, height: float) -> None:
     """Write what limits to where scaling stops, inside the panel."""
-    at, ranks = verdict(found).at, _values(found, "ranks")
-    side = {ranks[0]: "left", ranks[-1]: "right"}.get(at.ranks, "center")
+    at, last = verdict(found).at, max(point.ranks for point in found)
     low = at.rate / divisor < 0.25 * height
     axes.annotate(
-        at.limit, (at.ranks, at.rate / divisor), (0, 20 if low else -24),
-        textcoords="offset points", ha=side, fontsize=9, fontweight="bold", color="#444444",
-        arrowprops={"arrowstyle": "-", "color": "#aaaaaa"},
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        at.limit, (at.ranks, at.rate / divisor), (0 if at.ranks == last else 8, 20 if low else -24),
+        textcoords="offset points", ha="right" if at.ranks == last else "left", fontsize=9,
+        fontweight="bold", color="#444444", arrowprops={"arrowstyle": "-", "color": "#aaaaaa"},
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.7},
     )  # fmt: skip
 
 

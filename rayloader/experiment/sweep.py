@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayloader.catalog import Catalog
-from rayloader.config import Options
+from rayloader.config import SHORT_EPOCH_SECONDS, Options
 from rayloader.errors import OptionError, ReceiptError, printable
 from rayloader.experiment.report import environment
 from rayloader.storage.uri import is_object
@@ -230,9 +230,14 @@ def _whole_lines(path: str) -> list[dict[str, Any]]:
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Names of what is not the same in two subjects; options by their own names."""
-    flat = [{**it, **it["options"], **it["plan"]} for it in (one, json.loads(json.dumps(other)))]
-    names = sorted((set(flat[0]) | set(flat[1])) - {"options", "plan"})
-    return [name for name in names if flat[0].get(name) != flat[1].get(name)]
+    mine, theirs = _flat(one), _flat(json.loads(json.dumps(other)))
+    return [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+
+
+def _flat(one: dict[str, Any]) -> dict[str, Any]:
+    """A subject with its options and plan beside the rest."""
+    flat = {**one, **one["options"], **one["plan"]}
+    return {name: value for name, value in flat.items() if name not in ("options", "plan")}
 
 
 # The table
@@ -243,8 +248,9 @@ COLUMNS = {
     "bytes": pa.int64(), "bytes_per_second": pa.float64(), "files_per_second": pa.float64(),
     "latency_p50": pa.float64(), "latency_p99": pa.float64(), "stall_share": pa.float64(),
     "peak_in_flight": pa.int64(), "mean_in_flight": pa.float64(), "cpu_share": pa.float64(),
-    "restarts": pa.int64(), "limit": pa.string(), "because": pa.string(), "advice": pa.string(),
-    "cached_before": pa.float64(), "cache_as_asked": pa.bool_(),
+    "others_share": pa.float64(), "restarts": pa.int64(), "limit": pa.string(),
+    "because": pa.string(), "advice": pa.string(), "cached_before": pa.float64(),
+    "cache_as_asked": pa.bool_(),
 }  # fmt: skip
 ABOUT = b"rayloader"
 """Key of the schema's metadata under which a table has what was swept, as JSON."""
@@ -273,12 +279,21 @@ def _rows(trial: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "warm_up": number == 0,
             "mean_in_flight": evidence["in_flight"] * len(report["ranks"]),
             "cpu_share": evidence["cpu_share"],
+            "others_share": _others_share(report),
             "limit": limit["name"],
             "because": limit["because"],
             "advice": limit["advice"],
             "cached_before": report["cached_before"],
             "cache_as_asked": report["cache_as_asked"],
         }  # fmt: skip
+
+
+def _others_share(report: dict[str, Any]) -> float | None:
+    """Of the CPUs, what other programs used [0..1]; ``None``: over several nodes nobody knows."""
+    evidence = report["evidence"]
+    if len({rank["host"] for rank in report["ranks"]}) > 1:
+        return None
+    return max(0.0, float(evidence["node_busy"] - evidence["cpu_share"]))
 
 
 def about(table: pa.Table) -> dict[str, Any]:
@@ -292,6 +307,30 @@ def about(table: pa.Table) -> dict[str, Any]:
         raise ReceiptError("this table is of no sweep: it has lost its metadata")
     found: dict[str, Any] = json.loads(metadata[ABOUT])
     return found
+
+
+def differences(table: pa.Table, baseline: pa.Table) -> list[str]:
+    """What makes two sweeps hard to compare, with both values; points that one lacks do not.
+
+    Raises:
+        ReceiptError: one table is of no sweep.
+    """
+    here, there = ({**_place_of(it), **_flat(it["sweep"])} for it in map(about, (table, baseline)))
+    return [
+        f"{_NAMES.get(name, name)} {there.get(name)} (here {here.get(name)})"
+        for name in sorted({*here, *there} - _PLANNED)
+        if here.get(name) != there.get(name)
+    ]
+
+
+_PLANNED = {"ranks", "concurrency", "epochs", "repeats", "seed", "kind", "version"}
+_NAMES = {"source": "data set", "digest": "catalog", "entries": "files"}
+
+
+def _place_of(one: dict[str, Any]) -> dict[str, Any]:
+    """Where the last run of a sweep was."""
+    last = one["sessions"][-1]
+    return {name: last.get(name) for name in ("host", "storage", "cpus_allowed")}
 
 
 def file_bytes(table: pa.Table) -> float:
@@ -323,6 +362,8 @@ class Point:
         advice: what would help.
         epochs: how many were measured.
         astray: of these, with a page cache that was not as asked.
+        seconds: median duration of an epoch [s].
+        others_share: of the CPUs, what other programs used, median; 0 where nobody knows [0..1].
     """
 
     ranks: int
@@ -340,14 +381,25 @@ class Point:
     advice: str
     epochs: int
     astray: int
+    seconds: float
+    others_share: float
+
+    @property
+    def name(self) -> str:
+        """Its ranks and concurrency, in words."""
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)} x {self.concurrency} in flight"
 
 
 def points(table: pa.Table) -> list[Point]:
-    """The table's points, by ranks and concurrency; warm-ups do not count."""
+    """The table's points, by ranks and concurrency; warm-ups do not count.
+
+    A limit that more in flight would lift, and did not, is another one.
+    """
     rows = [row for row in table.to_pylist() if not row["warm_up"]]
     rows.sort(key=lambda row: (row["ranks"], row["concurrency"]))
     grouped = itertools.groupby(rows, key=lambda row: (row["ranks"], row["concurrency"]))
-    return [_point(*key, list(group)) for key, group in grouped]
+    found = [_point(*key, list(group)) for key, group in grouped]
+    return [_held_against(point, found) for point in found]
 
 
 def _point(ranks: int, concurrency: int, rows: list[dict[str, Any]]) -> Point:
@@ -362,8 +414,28 @@ def _point(ranks: int, concurrency: int, rows: list[dict[str, Any]]) -> Point:
         median("files_per_second"), median("latency_p50"), median("latency_p99"),
         statistics.fmean(row["mean_in_flight"] for row in rows), median("cpu_share"),
         limit, named["because"], named["advice"], len(rows),
-        sum(row["cache_as_asked"] is False for row in rows),
+        sum(row["cache_as_asked"] is False for row in rows), median("seconds"),
+        statistics.median(row["others_share"] or 0.0 for row in rows),
     )  # fmt: skip
+
+
+def _held_against(point: Point, found: Sequence[Point]) -> Point:
+    """A point with the limit that is left when the same sweep shows what more in flight gave."""
+    more = [
+        it
+        for it in found
+        if it is not point and it.ranks >= point.ranks and it.concurrency >= point.concurrency
+    ]
+    best = max(more, key=lambda it: it.rate, default=None)
+    if point.limit != "storage latency" or best is None or point.rate < ENOUGH * best.rate:
+        return point
+    because = f"{point.because}; yet {best.name} gave {best.rate / point.rate:.2f} times the rate"
+    if best.limit == point.limit:
+        advice = "More in flight did not help here, and it is not known why"
+        return dataclasses.replace(point, limit="unclear", because=because, advice=advice)
+    return dataclasses.replace(
+        point, limit=best.limit, because=f"{because}: {best.because}", advice=best.advice
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,15 +463,39 @@ ENOUGH = 0.9
 def verdict(found: Sequence[Point]) -> Verdict:
     """Where scaling stops; ``found`` must not be empty."""
     best = max(found, key=lambda point: point.rate)
-    by_ranks = {
-        ranks: max((it for it in found if it.ranks == ranks), key=lambda it: it.rate)
-        for ranks in sorted({point.ranks for point in found})
-    }
+    by_ranks = _best_by_ranks(found)
     fewest, most = min(by_ranks), max(by_ranks)
     enough = next(r for r, it in by_ranks.items() if it.rate >= ENOUGH * best.rate)
     at = by_ranks[enough]
     linear = by_ranks[fewest].rate / fewest * enough
     return Verdict(best, enough if enough < most else None, at, at.rate / linear)
+
+
+SCATTERED = 0.5
+"""A slowest epoch that reaches less of the fastest says that anything may have happened [0..1]."""
+
+
+def doubt(found: Sequence[Point]) -> str:
+    """Why a verdict on these points would be a guess, in a clause; empty where it is none."""
+    at, by_ranks = verdict(found).at, _best_by_ranks(found)
+    shortest = min(point.seconds for point in by_ranks.values())
+    if shortest < SHORT_EPOCH_SECONDS:
+        return (
+            f"epochs were too short to tell ({shortest:.2g} s, {SHORT_EPOCH_SECONDS:g} s is the "
+            "least): read more or larger files"
+        )
+    fewer = [point for ranks, point in by_ranks.items() if ranks < at.ranks]
+    if at.low < SCATTERED * at.high or any(at.low <= point.high for point in fewer):
+        return "epochs were too scattered to tell: repeat more often, on a machine that rests"
+    return ""
+
+
+def _best_by_ranks(found: Sequence[Point]) -> dict[int, Point]:
+    """The fastest point of each number of ranks, in their order."""
+    return {
+        ranks: max((it for it in found if it.ranks == ranks), key=lambda it: it.rate)
+        for ranks in sorted({point.ranks for point in found})
+    }
 
 
 def _place(catalog: Catalog) -> bytes:

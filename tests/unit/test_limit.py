@@ -40,6 +40,7 @@ IDLE = Evidence(
         ({"occupancy": 0.9, "in_flight": 58}, "storage"),
         ({"occupancy": 0.9, "in_flight": 58, "latency_alone": 0.004}, "storage latency"),
         ({"occupancy": 0.9, "in_flight": 58, "latency_alone": 0.0005}, "storage bandwidth"),
+        ({"occupancy": 0.9, "in_flight": 58, "latency_alone": 0.19}, "unclear"),
         ({"in_flight": 13, "read_bytes": 8e6, "memory_bytes": 128 << 20}, "memory bound"),
         ({"in_flight": 6, "occupancy": 0.1, "read_ahead": 8}, "read-ahead bound"),
     ],
@@ -49,6 +50,12 @@ def test_the_limit_is_named(figures, name):
     assert limit.name == name
     assert str(limit).startswith(f"limit: {name}: ")
     assert limit.advice
+
+
+def test_durations_that_are_compared_are_both_called_medians():
+    waiting = dataclasses.replace(IDLE, occupancy=0.9, in_flight=58, latency_alone=0.004)
+    because = limit_of(waiting).because
+    assert "taking 5.00 ms (median); alone a read takes 4.00 ms (median)" in because
 
 
 def test_only_where_the_storage_is_waited_for_a_read_alone_tells_more():

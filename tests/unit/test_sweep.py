@@ -9,8 +9,10 @@ import subprocess
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 
 import rayloader
+from rayloader import cli
 from rayloader.catalog import Catalog
 from rayloader.config import Options
 from rayloader.errors import OptionError, ReceiptError
@@ -34,17 +36,17 @@ def rate(ranks, concurrency):
     return min(ranks, 2.1) * min(concurrency, 4) / 4
 
 
-def report(ranks, concurrency, number, factor=1.0, cached=0.0):
+def report(ranks, concurrency, number, factor=1.0, cached=0.0, seconds=2.0, busy=0.3):
     speed = rate(ranks, concurrency) * GB * factor
     name = "storage bandwidth" if ranks > 2 else "storage latency"
     return {
-        "epoch": number, "seconds": 2.0, "files": 10, "bytes": int(2 * speed),
+        "epoch": number, "seconds": seconds, "files": 10, "bytes": int(2 * speed),
         "bytes_per_second": speed, "files_per_second": 5.0, "latency_p50": 0.004,
         "latency_p99": 0.02, "stall_share": 0.9, "peak_in_flight": concurrency * ranks,
-        "restarts": 0, "ranks": [{}] * ranks, "cached_before": cached,
+        "restarts": 0, "ranks": [{"host": "h"}] * ranks, "cached_before": cached,
         "cache_as_asked": sweep.was_as_asked("cold", cached),
         "limit": {"name": name, "because": f"a reason <{name}>", "advice": "More of it helps"},
-        "evidence": {"in_flight": concurrency * 0.9, "cpu_share": 0.2},
+        "evidence": {"in_flight": concurrency * 0.9, "cpu_share": 0.2, "node_busy": busy},
     }  # fmt: skip
 
 
@@ -161,13 +163,54 @@ def test_scaling_stops_at_the_fewest_ranks_that_are_about_as_fast(table):
     assert (seen.stops_at, seen.best.ranks, seen.at.concurrency) == (2, 4, 8)
     assert seen.efficiency == pytest.approx(1)
     assert plot.headline(sweep.points(table)) == (
-        "Scaling stops at 2 ranks: 2.13 GB/s; limit: storage latency"
+        "Scaling stops at 2 ranks: 2.13 GB/s; limit: storage bandwidth"
     )
     up_to_two = [point for point in sweep.points(table) if point.ranks <= 2]
     assert sweep.verdict(up_to_two).stops_at is None
     assert plot.headline(up_to_two).startswith("Still scaling at 2 ranks: 2.13 GB/s, 100% of")
     alone = [point for point in sweep.points(table) if point.ranks == 1]
     assert plot.headline(alone) == "1.06 GB/s at 8 in flight per rank; limit: storage latency"
+
+
+def test_more_in_flight_is_no_advice_where_the_same_sweep_shows_that_it_gave_no_more(table):
+    found = {(it.ranks, it.concurrency): it for it in sweep.points(table)}
+    assert found[1, 8].limit == found[2, 1].limit == "storage latency"
+    point = found[2, 8]
+    assert point.limit == "storage bandwidth"
+    assert "yet 4 ranks x 8 in flight gave 1.05 times the rate" in point.because
+
+
+def test_a_latency_that_more_in_flight_does_not_hide_is_none(about):
+    lines = records(about)
+    for line in lines:
+        for one in line.get("epochs", ()):
+            one["limit"] = {**one["limit"], "name": "storage latency"}
+    found = {(it.ranks, it.concurrency): it for it in sweep.points(sweep.table_of(lines))}
+    assert (found[2, 8].limit, found[4, 8].limit) == ("unclear", "storage latency")
+    assert "did not help" in found[2, 8].advice
+
+
+def test_a_headline_of_short_epochs_says_that_they_tell_nothing(about):
+    short = sweep.table_of(records(about, seconds=0.04))
+    text = plot.headline(sweep.points(short))
+    assert text.startswith("Epochs were too short to tell (0.04 s, 0.5 s is the least)")
+    assert "2.13 GB/s at 2 ranks x 8 in flight per rank" in text
+    assert "linear" not in text
+    assert "limit" not in text
+    title = re.search("<h1>(.*?)</h1>", page.page_of_sizes([short]))[1]
+    assert "; but epochs were too short to tell" in title
+
+
+def test_a_headline_of_scattered_epochs_says_so(table):
+    def spread(low, high):
+        return [dataclasses.replace(it, low=it.rate * low, high=it.rate * high)
+                for it in sweep.points(table)]  # fmt: skip
+
+    said = "Epochs were too scattered to tell"
+    assert plot.headline(spread(0.6, 1.4)).startswith(said)  # as fast as fewer ranks, at times
+    alone = [it for it in spread(0.6, 1.4) if it.ranks == 1]
+    assert plot.headline(alone).startswith(said)
+    assert not plot.headline(spread(0.8, 1.2)).startswith(said)
 
 
 # Pictures and the page
@@ -220,6 +263,17 @@ def test_the_same_line_has_the_same_colour_in_the_baseline_which_the_legend_name
     assert "baseline" in [text.get_text() for text in axes.get_legend().get_texts()]
 
 
+def test_the_limit_is_named_inside_the_panel(table):
+    for factors, rank in (({1: 1, 2: 0.5, 4: 0.25}, 1), ({1: 1, 2: 1, 4: 2}, 4)):
+        axes = drawn("rate by ranks", scaled(table, factors))
+        axes.figure.draw_without_rendering()
+        (label,) = axes.texts
+        assert label.xy[0] == rank
+        inside = axes.get_window_extent().padded(1)
+        for x, y in label.get_window_extent().corners():
+            assert inside.contains(x, y)
+
+
 def test_whiskers_of_two_lines_at_the_same_place_stand_beside_each_other(table):
     for name in ("rate by ranks", "rate by concurrency"):
         lines = [line for line in drawn(name, sweep.points(table)).get_lines()
@@ -234,7 +288,9 @@ def test_the_page_needs_nothing_else_and_is_a_function_of_the_records(table):
     for address in re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?([^\"')>\s]+)", text):
         assert address.startswith("#"), address
     for needed in ("<h1>Scaling stops at 2 ranks", "name=\"viewport\"", "@media print",
-                   "A reason &lt;storage latency&gt;. More of it helps.", "ext4 on /"):  # fmt: skip
+                   "A reason &lt;storage latency&gt;; yet 4 ranks x 8 in flight gave 1.05 times",
+                   ": a reason &lt;storage bandwidth&gt;. More of it helps.",
+                   "ext4 on /"):  # fmt: skip
         assert needed in text
     assert 'class="warning"' not in text
 
@@ -243,8 +299,51 @@ def test_the_page_warns_of_what_was_not_as_asked(about):
     lines = records(about, cached=0.8)
     lines.append({**lines[1], "host": "another"})
     text = page.page(sweep.table_of(lines))
-    assert "In 24 of 24 epochs the page cache was not cold" in text
+    assert "In 24 of 24 epochs the page cache was not cold, as was asked: 1 rank x 1 in " in text
+    assert "1 rank x 8 in flight, 2 ranks x 1 in flight, 3 more." in text
     assert "different machines or versions" in text
+
+
+def test_the_page_warns_of_programs_that_hold_the_cpus(about):
+    assert page.warnings(sweep.table_of(records(about, busy=0.39))) == []
+    table = sweep.table_of(records(about, busy=0.9))
+    (text,) = page.warnings(table)
+    assert text.startswith("Other programs used 70% of the CPUs (1 rank x 1 in flight, ")
+    assert text.endswith("stop them and measure again.")
+    assert text in page.page(table)
+    lines = records(about, busy=0.9)
+    for line in lines:
+        for one in line.get("epochs", ()):
+            one["ranks"] = [{"host": str(rank)} for rank in range(2)]
+    assert page.warnings(sweep.table_of(lines)) == []  # of several nodes only the busiest is known
+
+
+def test_what_the_dashed_lines_are_is_said_and_that_they_are_of_something_else(table, about):
+    options = {**about["options"], "batch_size": 7}
+    plan = {**about["plan"], "ranks": [1], "repeats": 9}
+    other = {**about, "options": options, "plan": plan, "entries": 5}
+    baseline = sweep.table_of(records(other))
+    text = page.page(table, baseline, "old<er")
+    assert "Dashed: the baseline, old&lt;er, measured t UTC." in text
+    assert "The baseline is of something else: batch_size 7 (here 1), files 5 (here 1)." in text
+    assert "something else" not in page.page(table, table)
+    figure = rayloader.plot(table, baseline, baseline_name="older")
+    assert figure.get_supxlabel() == "Dashed: the baseline, older, measured t UTC"
+    assert rayloader.plot(table).get_supxlabel() == ""
+
+
+def test_the_command_says_the_same_warnings(about, tmp_path):
+    for name, one, busy in (("new", about, 0.9), ("old", {**about, "entries": 5}, 0.3)):
+        for line in records(one, busy=busy)[1:]:
+            Records(str(tmp_path / name), one).add(line)
+    ran = CliRunner().invoke(
+        cli.cli, ["report", str(tmp_path / "new"), "--baseline", str(tmp_path / "old")]
+    )
+    assert ran.exit_code == 0, ran.output
+    assert "warning: Other programs used 70% of the CPUs" in ran.output
+    assert "warning: The baseline is of something else: files 5 (here 1)." in ran.output
+    text = (tmp_path / "new" / "report.html").read_text()
+    assert f"Dashed: the baseline, {tmp_path / 'old'}, measured" in text
 
 
 def test_two_sweeps_are_compared(table, about):
