@@ -104,12 +104,12 @@ def _parts(
     """What a page says of one sweep, below its headline; ``salt`` keeps its figures' ids apart."""
     found = measured(table)
     before = measured(baseline) if baseline is not None else []
-    about, seen = sweep.about(table), sweep.verdict(found)
+    about = sweep.about(table)
     figures = "".join(
         f"<figure>{plot.svg(name, found, before, salt)}</figure>" for name in _wanted(found)
     )
     return [
-        f'<p class="why">{html.escape(_why(seen))}</p>',
+        f'<p class="why">{html.escape(_why(found))}</p>',
         f'<p class="small">{html.escape(_what(about))}</p>',
         *(f'<p class="warning">{html.escape(text)}</p>' for text in warnings(table, baseline)),
         f'<div class="figures">{figures}</div>',
@@ -217,8 +217,10 @@ def _wanted(found: Sequence[Point]) -> list[str]:
     return wanted or list(plot.PANELS)[:1]
 
 
-def _why(seen: sweep.Verdict) -> str:
-    at = seen.at
+def _why(found: Sequence[Point]) -> str:
+    at = sweep.verdict(found).at
+    if sweep.doubt(found):
+        return f"As far as such epochs tell: {at.limit}: {at.because}."
     return f"{at.because[:1].upper()}{at.because[1:]}. {at.advice}."
 
 

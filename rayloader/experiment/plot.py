@@ -6,6 +6,7 @@ matplotlib is imported inside functions: only pictures need it.
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -34,6 +35,8 @@ _STYLE = {
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Told apart by the colour-blind too (Okabe and Ito)."""
 _MARKS = "osD^vPX"
+_TITLE_WIDTH, _FOOT_WIDTH = 90, 140
+"""Lines above and below the panels that fit in the picture [characters]."""
 _DODGE = 0.012
 """Between points of two lines at the same place, of the axis [0..1]: whiskers stay apart."""
 Draw: TypeAlias = Callable[[Any, Sequence[Point], Sequence[Point]], None]
@@ -65,9 +68,10 @@ def plot(
         figure = _figure(matplotlib, 11, 7.5)
         for axes, draw in zip(figure.subplots(2, 2).flat, PANELS.values(), strict=True):
             draw(axes, found, before)
-        figure.suptitle(headline(found), x=0.01, ha="left", fontweight="bold")
+        title = textwrap.fill(headline(found), _TITLE_WIDTH)
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
         if baseline is not None:
-            text = about_baseline(baseline, baseline_name)
+            text = textwrap.fill(about_baseline(baseline, baseline_name), _FOOT_WIDTH)
             figure.supxlabel(text, x=0.01, ha="left", fontsize=9, parse_math=False)
     return figure
 
@@ -209,7 +213,8 @@ def _rate_by_ranks(axes: Any, found: Sequence[Point], before: Sequence[Point]) -
         top = max(*(it.high for it in found), *(it.rate for it in before)) / divisor
         height = 1.08 * max(top, min(max(line), 1.6 * top))
         axes.set_ylim(0, height)
-        _name_limit(axes, found, divisor, height)
+        if not doubt(found):
+            _name_limit(axes, found, divisor, height)
     _finish(
         axes, "Throughput against ranks", "ranks", unit, _values([*found, *before], "ranks"),
         "in flight per rank",

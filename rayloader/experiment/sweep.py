@@ -258,11 +258,12 @@ ABOUT = b"rayloader"
 
 def table_of(records: Sequence[dict[str, Any]]) -> pa.Table:
     """A row per epoch, warm-ups included; the schema's metadata has the subject and sessions."""
+    sessions = [one for one in records if one["kind"] == "session"]
+    about = {"sweep": records[0], "sessions": sessions}
     rows = [row for one in records if one["kind"] == "trial" for row in _rows(one)]
-    about = {
-        "sweep": records[0],
-        "sessions": [one for one in records if one["kind"] == "session"],
-    }
+    if any(one.get("cpus_allowed") != one.get("cpu_count") for one in sessions):
+        # Of a machine that a run has in part, what others do elsewhere is no matter.
+        rows = [{**row, "others_share": None} for row in rows]
     schema = pa.schema(list(COLUMNS.items()), metadata={ABOUT: json.dumps(about).encode()})
     return pa.Table.from_pylist(rows, schema)
 

@@ -199,6 +199,12 @@ def test_a_headline_of_short_epochs_says_that_they_tell_nothing(about):
     assert "limit" not in text
     title = re.search("<h1>(.*?)</h1>", page.page_of_sizes([short]))[1]
     assert "; but epochs were too short to tell" in title
+    assert "As far as such epochs tell: storage bandwidth: a reason" in page.page(short)
+    figure = rayloader.plot(short, short, baseline_name="a/" * 200)
+    assert not figure.axes[0].texts
+    figure.draw_without_rendering()
+    for text in figure.texts:
+        assert text.get_window_extent().width <= figure.bbox.width
 
 
 def test_a_headline_of_scattered_epochs_says_so(table):
@@ -316,6 +322,9 @@ def test_the_page_warns_of_programs_that_hold_the_cpus(about):
         for one in line.get("epochs", ()):
             one["ranks"] = [{"host": str(rank)} for rank in range(2)]
     assert page.warnings(sweep.table_of(lines)) == []  # of several nodes only the busiest is known
+    lines = records(about, busy=0.9)
+    lines[1] |= {"cpu_count": 8, "cpus_allowed": 2}
+    assert page.warnings(sweep.table_of(lines)) == []  # nor who uses the other six CPUs
 
 
 def test_what_the_dashed_lines_are_is_said_and_that_they_are_of_something_else(table, about):
