@@ -441,6 +441,8 @@ class Catalog:
         try:
             return cls.load(path)
         except CatalogError as error:
+            if isinstance(error.__cause__, PermissionError):
+                raise  # what it is cannot be known
             raise CatalogError(f"{error}; give {_ACCEPTED}") from error
 
     @classmethod

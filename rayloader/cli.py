@@ -264,12 +264,15 @@ def generate_command(
 
     options = Options(endpoint_url=endpoint_url, region=region, ca_bundle=ca_bundle)
     access = _access(directory, options)
-    errors = _console(stderr=True)
-    with Counting(errors, "files written", files) as counting:
-        catalog = generate(directory, files, progress=counting, access=access, **recipe)
+    try:
+        with Counting(_console(stderr=True), "files written", files) as counting:
+            catalog = generate(directory, files, progress=counting, access=access, **recipe)
+    except KeyboardInterrupt:
+        raise click.Abort("the same command finishes what it began") from None
+    before = "" if counting.done else " (complete before: nothing was written)"
     click.echo(
         f"{counted(len(catalog), 'file')}, {(catalog.total_bytes or 0) / 1e9:.2f} GB in "
-        f"{printable(directory)}; catalog: {printable(directory.rstrip('/'))}.arrow"
+        f"{printable(directory)}; catalog: {printable(directory.rstrip('/'))}.arrow{before}"
     )
 
 
@@ -291,6 +294,7 @@ def catalog_command(
     from rayloader.experiment.live import Counting
 
     one_or_many = _one_or_many(source)
+    _warn_of_half(one_or_many)
     access = _access(one_or_many, Options.of(where))
     with Counting(_console(stderr=True), "files found") as counting:
         catalog = Catalog.from_source(
@@ -379,6 +383,7 @@ def read_command(source: tuple[str, ...], json: str | None, **given: Any) -> Non
     job = _job(_one_or_many(source), given)
     if json is not None:
         _require_writable(json)
+    _warn_of_half(job.source)
     _access(job.source, job.options)
     results: list[ReadResult] = []
     try:
@@ -496,12 +501,15 @@ def sweep_command(
     command goes on with a sweep that was interrupted. Ranks are spread over the nodes of the Ray.
     """
     from rayloader.experiment import page, plot
+    from rayloader.experiment.recipe import make_directory
     from rayloader.fleet.fleet import Fleet
 
     plot.require_matplotlib()  # before hours of measuring, not after them
     how = {name: given.pop(name) for name in ("epochs", "repeats", "cache")}
     files, options = given.pop("files"), Options.of(given)
     one_or_many = _one_or_many(source)
+    make_directory(out)
+    _warn_of_half(one_or_many)
     access = _access(one_or_many, options)
 
     def measure(what: Any, place: str) -> Any:
@@ -696,6 +704,19 @@ def _one_or_many(source: tuple[str, ...]) -> str | list[str]:
     return list(source)
 
 
+def _warn_of_half(source: Any) -> None:
+    """Say that a directory holds only a part of what ``generate`` was to make there."""
+    from rayloader.experiment.generate import unfinished
+
+    mark = unfinished(source) if isinstance(source, str) else None
+    if mark is not None:
+        click.echo(
+            f"rayloader: warning: {printable(mark)}: generate was interrupted, so "
+            f"{printable(str(source))} may hold only a part; the same generate finishes it",
+            err=True,
+        )
+
+
 def _access(source: Any, options: Options) -> Access:
     """Where objects are and who asks; for a source of objects, said in the first line."""
     from rayloader.catalog import root_of_source
@@ -733,8 +754,8 @@ def _run() -> int:
     try:
         status = cli.main(prog_name="rayloader", standalone_mode=False)
         sys.stdout.flush()
-    except (KeyboardInterrupt, click.Abort):
-        return _complain("interrupted", INTERRUPTED)
+    except (KeyboardInterrupt, click.Abort) as error:
+        return _complain(": ".join(filter(None, ("interrupted", str(error)))), INTERRUPTED)
     except click.ClickException as error:
         return _misused(error)
     except RayloaderError as error:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rayloader import launch
 from rayloader.catalog import Catalog
@@ -527,3 +528,13 @@ def _from_ray_train() -> tuple[int, int] | None:
         return context.get_world_rank(), context.get_world_size()
     except RuntimeError:
         return None
+
+
+def _refuse_to_collate(batches: object, *, collate_fn_map: object = None) -> NoReturn:
+    raise UsageError(
+        "a RankDataset makes the batches itself: DataLoader(dataset, batch_size=None), and "
+        "RankDataset(..., batch_size=...) for their size"
+    )
+
+
+default_collate_fn_map[Batch] = _refuse_to_collate  # else torch's TypeError, which says nothing

@@ -30,6 +30,7 @@ from rayloader.experiment.recipe import (
     check_maker,
     checksum,
     in_parallel,
+    make_directory,
     some,
 )
 from rayloader.experiment.upload import upload
@@ -163,8 +164,8 @@ def _is_complete(saved: Catalog | None, recipe: Recipe, wanted: Catalog) -> bool
 def _claim(root: str, recipe: Recipe, wanted: Catalog, saved: Catalog | None) -> None:
     """Make the directory ours, or say whose it is."""
     marker = root + SUFFIX + UNFINISHED
+    make_directory(root)
     try:
-        os.makedirs(root, exist_ok=True)
         found = {key for key, _ in PosixLister().list(wanted.root)}
         if found:
             check_maker(root, recipe, saved.extra[RECIPE] if saved else _read(marker))
@@ -177,6 +178,14 @@ def _claim(root: str, recipe: Recipe, wanted: Catalog, saved: Catalog | None) ->
             os.makedirs(os.path.join(wanted.root, part), exist_ok=True)
     except OSError as error:
         raise storage_error(os.fsdecode(error.filename or root), error.errno or 0) from error
+
+
+def unfinished(directory: str) -> str | None:
+    """The mark of a :func:`generate` that was interrupted in this directory, if there is one."""
+    if is_object(os.fsencode(directory)):
+        return None
+    mark = os.path.abspath(directory) + SUFFIX + UNFINISHED
+    return mark if os.path.lexists(mark) else None
 
 
 def _read(path: str) -> bytes | None:

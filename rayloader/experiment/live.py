@@ -42,6 +42,7 @@ class Counting:
         )
         self._what = what
         self._total = total
+        self.done = 0
         self._began = time.monotonic()
         self._task = self._progress.add_task(what, total=total)
 
@@ -60,6 +61,7 @@ class Counting:
 
     def __call__(self, done: int) -> None:
         """So many are done."""
+        self.done = done
         rate = done / max(time.monotonic() - self._began, 1e-3)
         of = f" of {self._total:,}" if self._total is not None else ""
         text = f"{done:,}{of} {self._what}, {rate:,.0f}/s"

@@ -12,6 +12,8 @@ from rayloader.catalog import Catalog
 
 SAMPLED_FILES = 64
 """Files that stand for all of them [files]."""
+HOT, COLD = 0.95, 0.05
+"""Share of the files in the page cache from which on, and up to which, an epoch was hot or cold."""
 
 
 def cached_share(catalog: Catalog, sampled: int = SAMPLED_FILES) -> float | None:

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Literal, TypeAlias, cast
 
 import rayloader
 from rayloader.config import Options
-from rayloader.errors import RayloaderError
+from rayloader.errors import ClusterUnreachable, RayloaderError
 from rayloader.launch import RUN_ID, scrubbed
 
 Loader: TypeAlias = Literal["rayloader", "torch-kept", "torch-respawned", "torch-in-process"]
@@ -207,7 +207,10 @@ class RankProcesses:
     def _error(self, rank: int, failed: Failed) -> RayloaderError:
         error = failed.error
         said = [str(error), *getattr(error, "__notes__", [])]
-        if len(self._ranks) > 1 and not any(f"rank {rank}" in text for text in said):
+        # All ranks are here, and a Ray that cannot be reached is so for each of them.
+        common = isinstance(error, ClusterUnreachable)
+        named = common or any(f"rank {rank}" in text for text in said)
+        if len(self._ranks) > 1 and not named:
             error.add_note(f"on rank {rank}")
         error.__cause__ = RankTraceback(failed.traceback)
         return error

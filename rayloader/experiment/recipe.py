@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rayloader.catalog import Catalog, Ticker
-from rayloader.errors import OptionError, UsageError, printable
+from rayloader.errors import OptionError, StorageError, UsageError, printable, storage_error
 
 T = TypeVar("T")
 
@@ -118,6 +118,24 @@ def in_parallel(
 def checksum(data: bytes | memoryview, before: int = 0) -> int:
     """CRC-32 of some bytes, going on from ``before``: what a catalog's checksums hold."""
     return zlib.crc32(data, before)
+
+
+def make_directory(path: str) -> None:
+    """Make a directory that results are to go to, unless it is there.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        # Missing is what makedirs has just failed to make, as in /proc.
+        why = f": {error.strerror}" if isinstance(error, NotADirectoryError) else " there"
+        raise StorageError(
+            path, f"the directory cannot be created{why}", error.errno or 0
+        ) from error
+    except OSError as error:
+        raise storage_error(path, error.errno or 0) from error
 
 
 def check_maker(root: str, recipe: Recipe, maker: bytes | None) -> None:

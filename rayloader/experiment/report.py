@@ -20,6 +20,7 @@ from rayloader import __version__
 from rayloader.config import MIB, Options
 from rayloader.errors import counted, printable
 from rayloader.experiment.grid import Fitted, plain_table
+from rayloader.experiment.pagecache import HOT
 from rayloader.experiment.ranks import Loader
 from rayloader.experiment.read import EpochResult, LoaderResult, ReadJob, ReadResult
 
@@ -140,7 +141,17 @@ def legend(result: ReadResult) -> str:
         "first: epoch's start to first batch. gap: end of the epoch before to first batch.\n"
         "stall: waiting for batches. p50, p99: duration of a read.\n"
         "all: what all ranks read / (last rank's end - common start)."
+        f"{_few_in_flight(ours, options)}"
     )
+
+
+def _few_in_flight(ours: LoaderResult, options: Options) -> str:
+    """Why cached files never come near the ceiling, where that is to be seen."""
+    peak = max(done.receipt["peak_in_flight"] for epoch in ours.epochs for done in epoch.ranks)
+    around = options.direct or options.drop_cache
+    if around or (ours.cached or 0) < HOT or peak > options.concurrency / 2:
+        return ""
+    return "\nReads that return at once, from the page cache, need few in flight."
 
 
 def _around(options: Options) -> str:
@@ -170,7 +181,9 @@ def comparison_legend(result: ReadResult) -> str:
     return (
         "The same files, order, ranks and batches, one loader after the other.\n"
         f"In the page cache before each: {', '.join(states)}. "
-        f"Workers per rank: {job.workers}, started by {start}."
+        f"Workers per rank: {job.workers}, started by {start}.\n"
+        "torch DataLoader: a map-style data set of whole files, batched by the same plan; its\n"
+        "collate_fn lays a batch of a worker in one piece of shared memory, and pads nothing."
     )
 
 

@@ -24,14 +24,14 @@ import pyarrow.parquet as pq
 from rayloader.catalog import Catalog
 from rayloader.config import SHORT_EPOCH_SECONDS, Options
 from rayloader.errors import OptionError, ReceiptError, printable
+from rayloader.experiment.pagecache import COLD, HOT
+from rayloader.experiment.recipe import make_directory
 from rayloader.experiment.report import environment
 from rayloader.storage.uri import is_object
 
 Cache: TypeAlias = Literal["any", "hot", "cold"]
 RECORDS = "records.jsonl"
 TABLE = "results.parquet"
-HOT, COLD = 0.95, 0.05
-"""Share of the files in the page cache from which on, and up to which, an epoch was hot or cold."""
 _VERSION = 1
 
 
@@ -146,11 +146,12 @@ class Records:
 
         Raises:
             OptionError: the directory has records of another sweep.
+            StorageError: it cannot be made.
         """
         self.lines: list[dict[str, Any]] = []
         self._path = None
         if directory is not None:
-            os.makedirs(directory, exist_ok=True)
+            make_directory(directory)
             self._path = os.path.join(directory, RECORDS)
             if os.path.exists(self._path):
                 self.lines = _whole_lines(self._path)

@@ -16,6 +16,7 @@ from rayloader.config import Options
 from rayloader.errors import EmptyCatalog, OptionError, UsageError, counted
 from rayloader.experiment.grid import Grid
 from rayloader.experiment.live import FleetWatch, SweepWatch, console_of_progress
+from rayloader.experiment.recipe import make_directory
 from rayloader.experiment.sweep import (
     Cache,
     Records,
@@ -298,6 +299,7 @@ class Fleet:
 
         Raises:
             OptionError: a value out of range, or ``out`` has another sweep.
+            StorageError: ``out`` cannot be made.
             RayloaderError: a rank has failed. What is recorded stays.
         """
         plan = SweepPlan(
@@ -309,6 +311,8 @@ class Fleet:
             seed=seed,
         )
         directory = os.fspath(out) if out is not None else None
+        if directory is not None:
+            make_directory(directory)
         before = self.ranks, self.concurrency
         if self._crew is None:
             self._ranks = plan.trials[0].ranks  # no more are started than the first trial needs

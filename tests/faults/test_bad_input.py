@@ -147,6 +147,14 @@ with rayloader.RankDataset(sys.argv[3].rpartition("/")[0], rank=0, world_size=1)
 """
 
 
+READ = """
+import sys
+sys.argv[1:1] = ["read"]
+from rayloader.cli import main
+main()
+"""
+
+
 def test_what_may_not_be_read_is_denied(tmp_path, good):
     closed = tmp_path / "closed"
     closed.mkdir()
@@ -164,9 +172,13 @@ def test_what_may_not_be_read_is_denied(tmp_path, good):
         for name in bad:
             assert user.line(30) == f"{name}|permission denied|rank 0, epoch 3, batch 1"
         status, said = user.wait()
+        read = census.start(READ, str(tmp_path / "bad"), prefix=prefix)
+        misused, complaint = read.wait()
     finally:
         census.close()
         closed.chmod(0o700)
+    denied = f"rayloader: {tmp_path / 'bad'}: Permission denied"
+    assert (misused, complaint.splitlines()) == (2, [denied])
     assert status == 1
     assert said.splitlines()[-1] == (
         f"rayloader.errors.CatalogError: {closed}/: the directory cannot be listed: "

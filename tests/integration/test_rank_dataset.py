@@ -157,6 +157,14 @@ def test_torch_loads_it_without_a_worker_and_not_with_one(directory):
             next(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
 
 
+def test_a_dataloader_that_would_batch_batches_is_told_what_to_do(directory):
+    with (
+        opened(directory) as dataset,
+        pytest.raises(errors.UsageError, match=r"DataLoader\(dataset, batch_size=None"),
+    ):
+        next(iter(DataLoader(dataset, batch_size=8)))
+
+
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
 def test_a_reader_that_dies_costs_no_sample(directory, channel, blow):
     options = {"read_ahead_batches": 2, "channel": channel}

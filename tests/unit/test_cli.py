@@ -128,6 +128,31 @@ def test_generate_then_catalog_then_the_catalog_again(rayloader, tmp_path):
     assert Catalog.load(saved).total_bytes == 10 * 4096
 
 
+def test_generate_tells_whether_it_wrote_anything(rayloader, tmp_path):
+    command = ("generate", tmp_path / "data", "--files", 3, "--size", 9)
+    assert "nothing was written" not in rayloader(*command)[1]
+    assert rayloader(*command)[1].endswith(".arrow (complete before: nothing was written)\n")
+
+
+def test_a_generate_that_is_interrupted_says_how_to_go_on(rayloader, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    data = tmp_path / "data"
+    with monkeypatch.context() as patched:
+        patched.setattr("rayloader.experiment.generate._flush", interrupted)
+        status, out, err = rayloader("generate", data, "--files", 3, "--size", 9)
+    assert (status, out) == (130, "")
+    assert err == "rayloader: interrupted: the same command finishes what it began\n"
+    catalog = ("catalog", data, "-o", tmp_path / "saved.arrow")
+    status, _, err = rayloader(*catalog)
+    assert (status, len(err.splitlines())) == (0, 1)
+    assert err.startswith(f"rayloader: warning: {data}.arrow.unfinished: generate was interrupted")
+    status, out, _ = rayloader("generate", data, "--files", 3, "--size", 9)
+    assert (status, "nothing was written" in out) == (0, False)
+    assert rayloader(*catalog)[2] == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -164,6 +189,23 @@ def test_a_users_mistake_is_one_precise_line_and_status_2(rayloader, tmp_path, a
     assert first.startswith("rayloader: ")
     assert words.format(tmp=tmp_path) in first
     assert len(rest) <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "/proc/x", "--files", "3", "--size", "9"], "/proc/x: the directory cannot"),
+        (["generate", "{tmp}/0/x", "--files", "3", "--size", "9"], "created: Not a directory"),
+        (["sweep", "{tmp}", "--out", "/proc/x"], "/proc/x: the directory cannot be created there"),
+        (["sweep", "{tmp}", "--out", "{tmp}/0"], "{tmp}/0: File exists"),
+    ],
+)
+def test_a_directory_that_cannot_be_made_is_an_error_at_once(rayloader, tmp_path, arguments, words):
+    (tmp_path / "0").write_bytes(b"x")
+    status, out, err = rayloader(*(text.format(tmp=tmp_path) for text in arguments))
+    assert (status, out) == (1, "")
+    assert words.format(tmp=tmp_path) in err
+    assert len(err.splitlines()) == 1
 
 
 def test_the_traceback_is_shown_to_those_who_ask(rayloader, monkeypatch):

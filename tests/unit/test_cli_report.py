@@ -154,6 +154,21 @@ def test_progress_counts_in_words_and_never_below_nothing():
     assert counted(1000, "rank") == "1,000 ranks"
 
 
+def test_few_reads_in_flight_are_explained_where_files_were_cached(result):
+    ours = result.loaders[0]
+    assert "need few in flight" in report.legend(result)
+    cold = dataclasses.replace(result, loaders=(dataclasses.replace(ours, cached=0.5),))
+    assert "need few in flight" not in report.legend(cold)
+    ours.epochs[0].ranks[0].receipt["peak_in_flight"] = 64
+    assert "need few in flight" not in report.legend(result)
+
+
+def test_the_comparison_says_what_of_torchs_is_run(result):
+    legend = report.comparison_legend(result)
+    assert "collate_fn" in legend
+    assert "Workers per rank: 2" in legend
+
+
 def test_what_was_left_out_is_named_and_the_rest_counted(result):
     receipt = result.loaders[0].epochs[1].ranks[1].receipt
     receipt["skipped"] = [{"key": f"{number}\n", "cause": "no such file"} for number in range(7)]

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 
+from rayloader.errors import CatalogError, CredentialsExpired
 from rayloader.experiment import doctor
 from rayloader.experiment.doctor import Wanted
 from rayloader.fleet.doctor import Examiner, Seen, _alike, _same_files, _token_file
@@ -135,6 +136,11 @@ def test_a_source_that_cannot_be_listed_is_bad(tmp_path, source, words):
     assert sample is None
     assert (finding.state, words in finding.says) == ("bad", True)
     assert finding.cure
+
+
+def test_the_cure_of_an_error_is_the_readmes():
+    assert doctor.cure_of(CatalogError("x")) == "check the path; quote a glob"
+    assert doctor.cure_of(CredentialsExpired("key", "x")).startswith("new credentials, and resume")
 
 
 def test_an_endpoint_where_nothing_listens_is_bad():
