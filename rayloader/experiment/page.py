@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rayloader.errors import ReceiptError, printable
+from rayloader.errors import ReceiptError, counted, printable
 from rayloader.experiment import plot, sweep
 from rayloader.experiment.grid import Grid
 from rayloader.experiment.sweep import Point
@@ -286,7 +286,7 @@ def _method(about: dict[str, Any]) -> str:
     compute = one["compute_seconds"]
     step = f", {compute * 1e3:g} ms of compute per batch" if compute else ""
     return (
-        f"{plan['repeats']} trials of each point in random order (seed {plan['seed']}), each with "
+        f"{counted(plan['repeats'], 'trial')} of each point in random order (seed {plan['seed']}), each with "
         f"one epoch of warm-up that does not count and {plan['epochs']} measured; page cache: "
         f"{plan['cache']}. Batches of {options['batch_size']}, "
         f"{'delivered' if options['deliver'] else 'dropped in the reader'}{step}; memory "
