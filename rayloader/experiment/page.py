@@ -287,8 +287,9 @@ def _method(about: dict[str, Any]) -> str:
     step = f", {compute * 1e3:g} ms of compute per batch" if compute else ""
     return (
         f"{counted(plan['repeats'], 'trial')} of each point in random order (seed "
-        f"{plan['seed']}), each with one epoch of warm-up that does not count and {plan['epochs']} measured; page cache: "
-        f"{plan['cache']}. Batches of {options['batch_size']}, "
+        f"{plan['seed']}), each with one epoch of warm-up that does not count and "
+        f"{plan['epochs']} measured; page cache: {plan['cache']}. "
+        f"Batches of {options['batch_size']}, "
         f"{'delivered' if options['deliver'] else 'dropped in the reader'}{step}; memory "
         f"{options['memory_bytes'] >> 20} MiB per rank; O_DIRECT {options['direct']}. GB = 10^9 "
         "bytes, MB = 10^6. Points are medians, whiskers the slowest and the fastest epoch."
