@@ -174,15 +174,13 @@ def test_another_user_cannot_attach_to_a_reader(dataset, tmp_path):
 def test_a_reader_that_has_its_trainer_is_to_be_attached_to_by_nobody(dataset):
     """Nor by a process of the same user: its socket is closed, though the kernel lists the name."""
     next(iter(dataset))
-    pid = dataset.receipt.reader_pid
-    inodes = {os.readlink(f"/proc/{pid}/fd/{fd}")[8:-1] for fd in os.listdir(f"/proc/{pid}/fd")}
-    lines = [line.split() for line in read("/proc/net/unix").decode().splitlines()]
-    names = {words[7] for words in lines if words[6] in inodes and "@rayloader-" in words[-1]}
+    found = own_sockets([dataset.receipt.reader_pid])
+    names = {name for name in found if name.startswith("\0rayloader-")}
     assert names, "of the connection with its trainer"
     for name in names:
         one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with one, pytest.raises(ConnectionRefusedError):
-            one.connect("\0" + name[1:])
+            one.connect(name)
     assert list(dataset), "the trainer was not disturbed"
 
 
