@@ -482,11 +482,11 @@ class Engine:
         step = max(1, int(pace / 50)) if pace else max(1, len(block))
         for at in range(0, len(block), step):
             drop = block[at : at + step]
+            if pace:  # no piece is there before its time, the last one neither
+                await asyncio.sleep(len(drop) / pace)
             writer.write(drop)
             await writer.drain()
             request.sent += len(drop)
-            if pace:
-                await asyncio.sleep(len(drop) / pace)
 
     async def _refuse(self, request: _Request, what: Trouble, writer: asyncio.StreamWriter) -> None:
         """Answer in the server's place."""
