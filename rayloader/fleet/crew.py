@@ -9,9 +9,11 @@ import collections
 import contextlib
 import dataclasses
 import os
+import platform
+import select
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -283,20 +285,40 @@ def _end(members: list[Member]) -> None:
 
     if not ray.is_initialized():
         return
-    with contextlib.suppress(Exception):
-        closing = [member.actor.close.remote() for member in members]
-        ray.wait(closing, num_returns=len(closing), timeout=END_SECONDS)
-    _kill(member.actor for member in members)
-    _wait_gone(members)
+    with _awaited(members):
+        with contextlib.suppress(Exception):
+            closing = [member.actor.close.remote() for member in members]
+            ray.wait(closing, num_returns=len(closing), timeout=END_SECONDS)
+        _kill(member.actor for member in members)
 
 
-def _wait_gone(members: list[Member]) -> None:
-    """Wait until Ray has ended the processes that are seen from here."""
-    deadline = time.monotonic() + END_SECONDS
-    for member in members:
-        here = f"/proc/{member.hello.pid}"
-        while _is_ray(here) and time.monotonic() < deadline:
-            time.sleep(0.02)
+@contextlib.contextmanager
+def _awaited(members: list[Member]) -> Iterator[None]:
+    """On the way out, wait until those of their processes that are seen from here have ended."""
+    with contextlib.ExitStack() as held:
+        ends, running = select.poll(), 0
+        for member in members:
+            if (process := _process(member.hello)) >= 0:
+                held.callback(os.close, process)
+                ends.register(process, select.POLLIN)
+                running += 1
+        yield
+        deadline = time.monotonic() + END_SECONDS
+        while running and (left := deadline - time.monotonic()) > 0:
+            for process, _ in ends.poll(left * 1e3):
+                ends.unregister(process)
+                running -= 1
+
+
+def _process(hello: Hello) -> int:
+    """A pidfd of a consumer's process on this host; -1 where there is none."""
+    with contextlib.suppress(OSError):
+        process = os.pidfd_open(hello.pid)
+        # Asked of what the pidfd holds: in a namespace of its own, ids here mean others.
+        if hello.host == platform.node() and _is_ray(f"/proc/{hello.pid}"):
+            return process
+        os.close(process)
+    return -1
 
 
 def _is_ray(process: str) -> bool:
