@@ -96,13 +96,25 @@ def markdown(record: dict[str, Any]) -> str:
         f"ran, itself included: {min(load):.0f} to {max(load):.0f}). Not every target is met; the "
         "table says which.",
         "",
+        markdown_table(rows_of(record)),
+    ]
+    return "\n".join(lines)
+
+
+def rows_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a run gave against its targets: each row as ``Row.asdict`` has it."""
+    if "rows" in record:
+        return list(record["rows"])
+    return [row for measure in record["measures"].values() for row in measure["rows"]]
+
+
+def markdown_table(rows: Iterable[dict[str, Any]]) -> str:
+    """Rows against their targets, as a table in Markdown."""
+    head = (
         "| measure | against | median | min to max | target | met |",
         "|---|---|---|---|---|---|",
-    ]
-    rows = record.get("rows")
-    if rows is None:
-        rows = [row for measure in record["measures"].values() for row in measure["rows"]]
-    return "\n".join([*lines, *map(_markdown_row, rows)])
+    )
+    return "\n".join([*head, *map(_markdown_row, rows)])
 
 
 def _markdown_row(row: dict[str, Any]) -> str:

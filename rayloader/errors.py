@@ -44,14 +44,20 @@ from __future__ import annotations
 
 import errno as _errno
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 
 class RayloaderError(Exception):
-    """Base of every error that rayloader raises on purpose.
+    """Base of all below.
 
     A cause that is one of them too travels along when it is pickled.
+
+    Attributes:
+        cure: what to do, in a few words; every subclass has its own. docs/reference.md is made of
+            these and of the first lines of the docstrings.
     """
+
+    cure: ClassVar[str] = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         made: Any = super().__reduce__()
@@ -64,35 +70,49 @@ class RayloaderError(Exception):
 
 
 class OptionError(RayloaderError, ValueError):
-    """An option, or a combination of options, is wrong."""
+    """An option, or a combination of them, is wrong."""
+
+    cure = "the message names it and what is allowed"
 
 
 class UsageError(RayloaderError, RuntimeError):
-    """A call that this object, process or moment does not allow."""
+    """A call not possible here and now: closed data set, forked child, DataLoader worker."""
+
+    cure = "see the message; ``DataLoader(dataset, batch_size=None, num_workers=0)``"
 
 
 class CatalogError(RayloaderError, ValueError):
-    """The list of what exists cannot be made or read."""
+    """The source cannot be listed, or is no catalog."""
+
+    cure = "check the path; quote a glob"
 
 
 class EmptyCatalog(CatalogError):
-    """The source holds nothing to read, or fewer entries than ranks."""
+    """Nothing to read, or fewer files than ranks."""
+
+    cure = 'other source, fewer ranks, or ``uneven="pad"``'
 
 
 class CatalogMismatch(CatalogError):
-    """Ranks of one run see different catalogs."""
+    """Ranks see different files (compared where one Ray or ``torch.distributed`` connects them)."""
+
+    cure = "let them read one saved catalog: ``rayloader catalog``"
 
 
 class StateMismatch(RayloaderError, ValueError):
     """A saved position belongs to another catalog, list or seed."""
 
+    cure = "open the data set as it was when the state was saved"
+
 
 class ReceiptError(RayloaderError, ValueError):
-    """Receipts that a run has written are missing, or are no such records."""
+    """No receipts of a DLIO run, or no records of a sweep there, or they are malformed."""
+
+    cure = "give the run's output folder"
 
 
 class StorageError(RayloaderError, OSError):
-    """One stored object could not be read.
+    """A file or object could not be read; the cause is named.
 
     Attributes:
         key: the object's name as the user knows it.
@@ -101,6 +121,7 @@ class StorageError(RayloaderError, OSError):
         endpoint: of object storage, where requests went; empty for files.
     """
 
+    cure = 'see the cause; ``on_error="skip"`` leaves such files out'
     endpoint: str = ""
 
     def __init__(self, key: str, cause: str, errno: int = 0) -> None:
@@ -117,99 +138,147 @@ class StorageError(RayloaderError, OSError):
 
 
 class ObjectNotFound(StorageError, FileNotFoundError):
-    """The object does not exist."""
+    """The file or object has gone since it was listed."""
+
+    cure = "list again"
 
 
 class BucketNotFound(ObjectNotFound):
-    """The bucket or container does not exist at this endpoint."""
+    """No such bucket or container at this endpoint."""
+
+    cure = "the name; ``endpoint_url``"
 
 
 class AccessDenied(StorageError, PermissionError):
-    """The object exists and may not be read."""
+    """The file or object may not be read."""
+
+    cure = "permissions of the user who runs the rank, or of the access key"
 
 
 class CredentialsRejected(AccessDenied):
-    """The credentials are missing, unknown to the storage, or do not fit together."""
+    """No credentials, or the storage does not accept them."""
+
+    cure = "``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``; ``region``; this machine's clock"
 
 
 class CredentialsExpired(CredentialsRejected):
-    """The credentials were valid once."""
+    """The session token is over."""
+
+    cure = "new credentials, and resume from the saved state"
 
 
 class NotRegularFile(StorageError):
-    """The name belongs to a directory, FIFO, socket or device."""
+    """The name is a directory, FIFO, socket or device."""
+
+    cure = "take it off the list"
 
 
 class Truncated(StorageError):
-    """The object ended before the size it had when it was opened."""
+    """The file or object ended before the size it had when it was opened or listed."""
+
+    cure = "somebody is writing it: wait, list again"
 
 
 class Replaced(StorageError):
-    """The object is not the one that was listed, or changed while it was read."""
+    """Another object than the one that was listed, or changed while it was read."""
+
+    cure = "list again"
 
 
 class Throttled(StorageError):
-    """The storage asked for fewer requests until the time for trying again was over."""
+    """The storage asked for fewer requests for longer than ``retry_seconds``."""
+
+    cure = "lower ``concurrency``, or fewer ranks"
 
 
 class ServerFailure(StorageError):
-    """The storage answered that it fails until the time for trying again was over."""
+    """The storage answered that it failed for longer than ``retry_seconds``."""
+
+    cure = "its log; raise ``retry_seconds``"
 
 
 class Unreachable(StorageError, ConnectionError):
-    """No connection to the endpoint holds."""
+    """No connection to the endpoint for ``retry_seconds``, or from the start."""
+
+    cure = "``endpoint_url``; is the server up?"
 
 
 class TlsFailure(Unreachable):
     """The endpoint's certificate is not trusted, or it does not speak TLS."""
 
+    cure = "``ca_bundle``; ``http://`` or ``https://``"
+
 
 class TimedOut(StorageError, TimeoutError):
-    """A request did not end within ``request_timeout``, however often it was tried."""
+    """No request for an object ended within ``request_timeout``."""
+
+    cure = "raise ``request_timeout``; look at the server"
 
 
 class RangeIgnored(StorageError):
     """The storage sends the whole object where a range was asked for."""
 
+    cure = "``part_bytes`` of more than the objects' size"
+
 
 class DirectUnsupported(StorageError):
-    """The file system refuses O_DIRECT for this file."""
+    """The file system refuses O_DIRECT."""
+
+    cure = '``direct="fallback"``, or ``direct=False``'
 
 
 class StorageStalled(StorageError, TimeoutError):
-    """The storage gave no answer within ``read_timeout``."""
+    """No read has made progress for ``read_timeout``."""
+
+    cure = "look at the mount; raise ``read_timeout``"
 
 
 class SkipBudgetExceeded(RayloaderError):
-    """More samples failed than ``on_error="skip"`` allows."""
+    """More files failed than ``on_error="skip"`` allows."""
+
+    cure = "look at ``receipt.skipped``; raise ``skip_budget_files``, ``skip_budget_share``"
 
 
 class BatchTooLarge(RayloaderError, MemoryError):
-    """A batch cannot fit in ``memory_bytes``; the message names the figure to set."""
+    """A batch cannot fit in ``memory_bytes``."""
+
+    cure = "the message names the figure to set; or a smaller batch"
 
 
 class ReaderError(RayloaderError, RuntimeError):
-    """The reader process, not the storage, failed."""
+    """The reader, not the storage, failed."""
+
+    cure = "see the message"
 
 
 class ReaderLost(ReaderError):
-    """The reader died more often than ``max_restarts`` allows, or cannot be started again."""
+    """The reader died more than ``max_restarts`` times in a row, or does not come up."""
+
+    cure = "the message; it says so where the kernel's out-of-memory killer struck"
 
 
 class ChannelError(ReaderError):
-    """Reader and trainer misunderstand each other."""
+    """Reader and trainer cannot reach or understand each other."""
+
+    cure = '``channel="auto"``; the same version on both sides'
 
 
 class ClusterError(RayloaderError, ConnectionError):
-    """Ray cannot be reached or used."""
+    """Ray cannot be started or used."""
+
+    cure = "see the message"
 
 
 class ClusterUnreachable(ClusterError):
-    """No Ray answers at the address within the deadline."""
+    """No Ray answers at the address."""
+
+    cure = '``ray status`` there; ``ray="private"``'
 
 
 class PlacementFailed(ClusterError):
     """Ray cannot place the reader on its rank's node."""
+
+    cure = "run ``ray start`` on that node"
 
 
 def storage_error(key: str, errno: int) -> StorageError:

@@ -9,12 +9,10 @@ import contextlib
 import dataclasses
 import errno
 import http.client
-import importlib.metadata
 import itertools
 import mmap
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -668,25 +666,13 @@ def listed(source: Any, access: Access) -> tuple[Catalog | None, Finding]:
     try:
         sample = sample_of(source, access)
     except RayloaderError as error:
-        return None, Finding(
-            "source",
-            "bad",
-            f"{type(error).__name__}: {error}",
-            cure_of(error),
-        )
+        says, cure = f"{type(error).__name__}: {error}", error.cure.replace("``", "")
+        return None, Finding("source", "bad", says, cure)
     if not len(sample):
         return None, Finding("source", "bad", f"{name} holds nothing to read", "another source")
     more = " or more" if len(sample) == SAMPLED else ""
     entries = "entry" if len(sample) == 1 else "entries"
     return sample, Finding("source", "ok", f"{name}: {len(sample)}{more} {entries}")
-
-
-def cure_of(error: RayloaderError) -> str:
-    """What the README's table of errors says, which the installed package carries along."""
-    name = type(error).__name__
-    readme = str(importlib.metadata.metadata("rayloader").get_payload())  # type: ignore[attr-defined]
-    row = re.search(rf"^\| `{name}` \|.*\| (.+) \|$", readme, re.MULTILINE)
-    return row[1].replace("`", "") if row else f"{name} in the README's table of errors"
 
 
 def _forget(path: bytes) -> None:

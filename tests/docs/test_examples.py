@@ -1,4 +1,4 @@
-"""Examples and the README's Python run as they stand."""
+"""Examples, and the Python of the README and of docs/fleet.md, run as they stand."""
 
 import re
 import subprocess
@@ -13,7 +13,13 @@ from tests.census import Census
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-SNIPPETS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+SNIPPETS = {
+    (page, number): snippet
+    for page in ("README.md", "docs/fleet.md")
+    for number, snippet in enumerate(
+        re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+    )
+}
 TORCHS_OWN = ("torchelastic_", "torchinductor_")
 """Directories that torchrun leaves in TMPDIR."""
 FILES, SIZE = 100, 5000
@@ -77,12 +83,12 @@ def test_torchrun_with_two_ranks(run):
     assert said.splitlines() == [f"epoch {epoch}: {FILES} files on 2 ranks" for epoch in range(2)]
 
 
-def test_the_readme_has_snippets():
-    assert len(SNIPPETS) >= 2
+def test_both_pages_have_snippets():
+    assert {page for page, _ in SNIPPETS} == {"README.md", "docs/fleet.md"}
 
 
-@pytest.mark.parametrize("number", range(len(SNIPPETS)))
-def test_a_snippet_of_the_readme_runs(run, number):
-    said = run(sys.executable, "-c", SNIPPETS[number])
-    if number == 0:
+@pytest.mark.parametrize("which", SNIPPETS, ids="{0[0]} {0[1]}".format)
+def test_a_snippet_runs(run, which):
+    said = run(sys.executable, "-c", SNIPPETS[which])
+    if which == ("README.md", 0):
         assert said == f"{FILES} files, {FILES * SIZE} bytes\n" * 3

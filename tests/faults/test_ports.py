@@ -253,7 +253,7 @@ print(len(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=5)))
 def test_a_call_without_a_token_can_end_a_process_of_rays(site, cluster):
     """Why the ports of a cluster need a firewall: Ray 2.60 looks for another header first.
 
-    Where this fails, Ray has mended it: take it out of the README's section on security.
+    Where this fails, Ray has mended it: take it out of docs/security.md.
     """
     assert "raylet" in ended(site.worker, WORKER, site.stranger)
 

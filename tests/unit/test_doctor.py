@@ -11,7 +11,6 @@ import threading
 
 import pytest
 
-from rayloader.errors import CatalogError, CredentialsExpired
 from rayloader.experiment import doctor
 from rayloader.experiment.doctor import Wanted
 from rayloader.fleet.doctor import Examiner, Seen, _alike, _same_files, _token_file
@@ -128,19 +127,17 @@ def test_results_beside_the_data_are_told(data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "words"), [("nowhere", "nowhere"), ("empty", "holds nothing to read")]
+    ("source", "words", "cure"),
+    [
+        ("nowhere", "CatalogError: ", "check the path; quote a glob"),
+        ("empty", "holds nothing to read", "another source"),
+    ],
 )
-def test_a_source_that_cannot_be_listed_is_bad(tmp_path, source, words):
+def test_a_source_that_cannot_be_listed_is_bad(tmp_path, source, words, cure):
     (tmp_path / "empty").mkdir()
     sample, finding = doctor.listed(str(tmp_path / source), Access())
     assert sample is None
-    assert (finding.state, words in finding.says) == ("bad", True)
-    assert finding.cure
-
-
-def test_the_cure_of_an_error_is_the_readmes():
-    assert doctor.cure_of(CatalogError("x")) == "check the path; quote a glob"
-    assert doctor.cure_of(CredentialsExpired("key", "x")).startswith("new credentials, and resume")
+    assert (finding.state, words in finding.says, finding.cure) == ("bad", True, cure)
 
 
 def test_an_endpoint_where_nothing_listens_is_bad():

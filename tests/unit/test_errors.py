@@ -45,8 +45,11 @@ def test_the_tree_in_the_docstring_is_the_tree_of_the_classes():
     assert sorted(drawn) == sorted(kind.__name__ for kind in EVERY if kind is not RayloaderError)
 
 
-def test_every_error_says_what_it_is_for():
-    assert all(inspect.getdoc(kind) for kind in EVERY)
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+def test_every_error_says_what_it_is_for_and_what_to_do(kind):
+    assert inspect.getdoc(kind)
+    assert "cure" in vars(kind)
+    assert bool(kind.cure) == (kind is not RayloaderError)
 
 
 @pytest.mark.parametrize(
