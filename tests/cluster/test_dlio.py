@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.census import Census
 from tests.cluster.conftest import hosts_of_ray
 from tests.dlio.harness import Dlio
 from tests.dlio.truth import fingerprint, prefix
@@ -19,16 +18,9 @@ PASSED_ON = (
 
 
 @pytest.fixture(scope="module")
-def census():
-    one = Census()
-    yield one
-    one.close()
-
-
-@pytest.fixture(scope="module")
-def run(cluster, shared, census):
+def run(cluster, shared, module_census):
     """(how it ended, what ran on each host in its second epoch)."""
-    dlio = Dlio(shared / "dlio", census)
+    dlio = Dlio(shared / "dlio", module_census)
     dlio.files("train", FILES, "npy")
     dlio.workload(
         dataset={"format": "npy", "num_files_train": FILES,

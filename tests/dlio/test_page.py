@@ -46,14 +46,14 @@ def commands():
 
 
 @pytest.fixture(scope="module")
-def read(dlio, census, tmp_path_factory):
+def read(dlio, module_census, tmp_path_factory):
     """What DLIO and the adapter make of each workload file."""
     folder = tmp_path_factory.mktemp("conf")
     (folder / "under.yaml").write_text("{}\n")
     (folder / "workload").symlink_to(PAGE / "workload")
     names = [path.stem for path in WORKLOADS]
     path = [str(WITNESS), *dlio.dlio.path]
-    environ = census.environ(PYTHONPATH=":".join(path), TF_CPP_MIN_LOG_LEVEL="3")
+    environ = module_census.environ(PYTHONPATH=":".join(path), TF_CPP_MIN_LOG_LEVEL="3")
     ran = subprocess.run(
         [dlio.dlio.python, "-c", READ, folder, *names],
         env=environ, cwd=folder, capture_output=True, text=True, timeout=300,
@@ -64,7 +64,7 @@ def read(dlio, census, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def page(dlio, census):
+def page(dlio, module_census):
     """The page's commands, in their order, on one rank and fewer files; what each printed."""
     said = []
     for kind in ("train", "valid"):
@@ -73,7 +73,7 @@ def page(dlio, census):
         words = shlex.split(command.replace("$PWD", str(ROOT)))
         # As users have it for the run that counts; the others start quicker (see witness/).
         path = dlio.dlio.path if "results/ours" in command else [str(WITNESS), *dlio.dlio.path]
-        environ = census.environ(PYTHONPATH=":".join(path), TF_CPP_MIN_LOG_LEVEL="3")
+        environ = module_census.environ(PYTHONPATH=":".join(path), TF_CPP_MIN_LOG_LEVEL="3")
         ran = subprocess.run(
             [dlio.dlio.mpirun, "--allow-run-as-root", "-n", "1", dlio.dlio.python,
              *words[words.index("python") + 1:], f"++workload.dataset.num_files_train={FILES}"],

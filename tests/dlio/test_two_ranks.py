@@ -219,7 +219,7 @@ def test_readers_know_nothing_of_mpi(ours):
         assert [one for one in names if one.startswith(("OMPI_", "PMIX_", "PRTE_", "SLURM_"))] == []
 
 
-def test_a_record_tells_what_it_was_measured_on_and_no_secret(ours, census):
+def test_a_record_tells_what_it_was_measured_on_and_no_secret(ours):
     text = "\n".join(path.read_text() for path in ours.folder.glob("rayloader_receipts_*"))
     assert "RAY_AUTH_TOKEN" not in text
     record = ours.receipts["train", 1, 0]

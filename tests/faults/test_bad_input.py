@@ -16,7 +16,7 @@ import pytest
 import rayloader
 from rayloader import errors
 from tests import slow_mount
-from tests.census import Census, descriptors
+from tests.census import descriptors
 
 EPOCH = 3
 GOOD = b"good contents"
@@ -155,7 +155,7 @@ main()
 """
 
 
-def test_what_may_not_be_read_is_denied(tmp_path, good):
+def test_what_may_not_be_read_is_denied(tmp_path, good, census):
     closed = tmp_path / "closed"
     closed.mkdir()
     (closed / "file").write_bytes(b"secret")
@@ -164,7 +164,6 @@ def test_what_may_not_be_read_is_denied(tmp_path, good):
     closed.chmod(0)
     # Root reads everything, unless it has given that up.
     without = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
-    census = Census()
     try:
         bad = [str(tmp_path / "bad"), str(closed / "file")]
         prefix = without if os.geteuid() == 0 else []
@@ -175,7 +174,6 @@ def test_what_may_not_be_read_is_denied(tmp_path, good):
         read = census.start(READ, str(tmp_path / "bad"), prefix=prefix)
         misused, complaint = read.wait()
     finally:
-        census.close()
         closed.chmod(0o700)
     denied = f"rayloader: {tmp_path / 'bad'}: Permission denied"
     assert (misused, complaint.splitlines()) == (2, [denied])
@@ -492,18 +490,14 @@ print(ascii(__file__))
 """
 
 
-def test_a_script_and_its_directory_need_no_utf8_names(tmp_path):
+def test_a_script_and_its_directory_need_no_utf8_names(tmp_path, census):
     """Ray is told the command line, the script and where it runs."""
     place = tmp_path / "caf\udce9"
     place.mkdir()
     for name in ("train\udcff.py", "a\udcfe"):
         (place / name).write_text(SCRIPT)
-    census = Census()
-    try:
-        command = [sys.executable, "train\udcff.py", "a\udcfe"]
-        environ = census.environ(PYTHONWARNINGS="error")
-        ran = subprocess.run(command, cwd=place, env=environ, capture_output=True, timeout=50)
-        assert (ran.returncode, ran.stderr) == (0, b"")
-        assert ran.stdout.endswith(b"train\\udcff.py'\n")
-    finally:
-        census.close()
+    command = [sys.executable, "train\udcff.py", "a\udcfe"]
+    environ = census.environ(PYTHONWARNINGS="error")
+    ran = subprocess.run(command, cwd=place, env=environ, capture_output=True, timeout=50)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert ran.stdout.endswith(b"train\\udcff.py'\n")

@@ -12,7 +12,7 @@ import pytest
 
 import rayloader
 from rayloader import cluster, errors, remote
-from tests.census import Census, read
+from tests.census import read
 from tests.integration.test_cluster import _family
 
 pytestmark = pytest.mark.timeout(60)
@@ -214,13 +214,9 @@ with rayloader.RankDataset(sys.argv[1], rank=0, world_size=1, read_ahead_batches
 """
 
 
-def test_a_plain_script_ends_with_its_error_and_a_line_for_each_restart(directory):
-    census = Census()
-    try:
-        status, said = census.start(SCRIPT, directory).wait(50)
-        census.gone(10)
-    finally:
-        census.close()
+def test_a_plain_script_ends_with_its_error_and_a_line_for_each_restart(directory, census):
+    status, said = census.start(SCRIPT, directory).wait(50)
+    census.gone(10)
     lines = said.splitlines()
     assert status == 1
     assert "reader of rank 0 is gone" in lines[0]

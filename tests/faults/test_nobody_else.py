@@ -14,7 +14,7 @@ import pytest
 
 import rayloader
 from rayloader import cluster, errors
-from tests.census import Census, read
+from tests.census import read
 from tests.integration.test_cluster import _directory, _family
 
 pytestmark = pytest.mark.timeout(60)
@@ -99,7 +99,7 @@ def own_sockets(processes):
 # Without the token (ports: tests/faults/test_ports.py)
 
 
-def test_rays_own_client_gets_nothing_without_the_token(dataset):
+def test_rays_own_client_gets_nothing_without_the_token(dataset, census):
     """On this host the GCS can be reached."""
     code = """
 import sys, ray
@@ -109,15 +109,11 @@ try:
 except Exception as error:
     print(type(error).__name__, str(error).splitlines()[0])
 """
-    census = Census()
-    try:
-        address = cluster.connect().address
-        for secret in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}):
-            stranger = census.start(code, address, **secret)
-            told = stranger.line(40)
-            assert re.search("uthenticat|oken", told), told
-    finally:
-        census.close()
+    address = cluster.connect().address
+    for secret in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}):
+        stranger = census.start(code, address, **secret)
+        told = stranger.line(40)
+        assert re.search("uthenticat|oken", told), told
 
 
 # On this host

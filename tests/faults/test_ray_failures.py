@@ -12,7 +12,6 @@ import pytest
 
 import rayloader
 from rayloader import cluster, errors
-from tests.census import Census
 from tests.faults import two_runs
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,13 +37,6 @@ with rayloader.RankDataset(sys.argv[1], batch_size=1, read_ahead_batches=2) as d
                 sys.stdin.readline()
         print(hash(tuple(order)), len(order), dataset.receipt.restarts, flush=True)
 """
-
-
-@pytest.fixture
-def census():
-    one = Census()
-    yield one
-    one.close()
 
 
 @pytest.fixture(scope="module")

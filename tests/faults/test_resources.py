@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-from tests.census import Census
-
 READ = """
 import os, sys, resource, rayloader
 with rayloader.RankDataset(sys.argv[1], batch_size=4, rank=0, world_size=1) as dataset:
@@ -25,13 +23,6 @@ MIB = 1 << 20
 LONG = "as long a name as a scheduler may choose for a temporary directory of a job/" * 2
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-def census():
-    one = Census()
-    yield one
-    one.close()
 
 
 @pytest.fixture(scope="module")

@@ -13,18 +13,10 @@ from functools import partial
 
 import pytest
 
-from tests.census import Census
 from tests.hosts import Host, cable
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 FILES = 12
-
-
-@pytest.fixture
-def census():
-    one = Census()
-    yield one
-    one.close()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from tests.census import Census
 from tests.faults import campaign
 
 TRAINER = """
@@ -27,13 +26,6 @@ def directory(tmp_path_factory):
     root = tmp_path_factory.mktemp("files")
     campaign.make_files(root)
     return str(root)
-
-
-@pytest.fixture
-def census():
-    one = Census()
-    yield one
-    one.close()
 
 
 def wait_until(true, seconds=10.0):

@@ -33,13 +33,6 @@ def directory(tmp_path_factory):
     return root
 
 
-@pytest.fixture
-def census():
-    one = Census()
-    yield one
-    one.close()
-
-
 def started(census, *arguments, **environ):
     return census.start(RAYLOADER, "read", *map(str, arguments), **environ)
 

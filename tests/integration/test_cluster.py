@@ -38,13 +38,6 @@ CALL = "ray.get(reader.cpus.remote(), timeout=5)"
 NODES_CPUS = f"said {sorted(os.sched_getaffinity(0))}"
 
 
-@pytest.fixture
-def census():
-    one = Census()
-    yield one
-    one.close()
-
-
 # Addresses
 
 

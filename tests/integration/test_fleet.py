@@ -12,7 +12,7 @@ import rayloader
 from rayloader import cluster, errors
 from rayloader.catalog import Catalog
 from rayloader.receipt import Fingerprint, name_hashes
-from tests.census import Census, read
+from tests.census import read
 
 FILES = 203
 DRIVER = """
@@ -281,18 +281,14 @@ def test_what_cannot_work_is_said_before_anything_starts(directory, given, error
         rayloader.Fleet(directory, **given).open()
 
 
-def test_a_driver_that_is_interrupted_leaves_nothing(directory):
-    census = Census()
-    try:
-        driver = census.start(DRIVER, str(directory), "1")
-        assert driver.line(40).startswith("open ")
-        time.sleep(1)
-        driver.popen.send_signal(signal.SIGINT)
-        status, text = driver.wait(30)
-        assert status == 130, text
-        census.gone(15)
-    finally:
-        census.close()
+def test_a_driver_that_is_interrupted_leaves_nothing(directory, census):
+    driver = census.start(DRIVER, str(directory), "1")
+    assert driver.line(40).startswith("open ")
+    time.sleep(1)
+    driver.popen.send_signal(signal.SIGINT)
+    status, text = driver.wait(30)
+    assert status == 130, text
+    census.gone(15)
 
 
 TWO_NODES = """
@@ -319,20 +315,16 @@ nodes.shutdown()
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_ranks_are_spread_over_nodes_and_survive_the_loss_of_one(directory, everything):
-    census = Census()
-    try:
-        driver = census.start(TWO_NODES, str(directory), RAY_AUTH_MODE="disabled")
-        line = ""
-        while not line.startswith("READ"):
-            line = driver.line(80)
-        _, files, read_hash, nodes_of_each_rank, nodes_at_the_end, *events = line.split("|")
-        assert (int(files), read_hash) == (FILES, everything[0])
-        assert nodes_of_each_rank == "[1, 2, 1]"
-        assert nodes_at_the_end == "1"
-        assert "the consumer of rank 1 died" in events[-1]
-    finally:
-        census.close()
+def test_ranks_are_spread_over_nodes_and_survive_the_loss_of_one(directory, everything, census):
+    driver = census.start(TWO_NODES, str(directory), RAY_AUTH_MODE="disabled")
+    line = ""
+    while not line.startswith("READ"):
+        line = driver.line(80)
+    _, files, read_hash, nodes_of_each_rank, nodes_at_the_end, *events = line.split("|")
+    assert (int(files), read_hash) == (FILES, everything[0])
+    assert nodes_of_each_rank == "[1, 2, 1]"
+    assert nodes_at_the_end == "1"
+    assert "the consumer of rank 1 died" in events[-1]
 
 
 AFTERWARDS = """
@@ -348,12 +340,8 @@ except Exception as refused:
 """
 
 
-def test_a_call_of_ray_after_its_end_starts_no_other(directory):
-    census = Census()
-    try:
-        late = census.start(AFTERWARDS, str(directory))
-        assert late.line(40) == "refused"
-        late.wait(30)
-        census.gone(15)
-    finally:
-        census.close()
+def test_a_call_of_ray_after_its_end_starts_no_other(directory, census):
+    late = census.start(AFTERWARDS, str(directory))
+    assert late.line(40) == "refused"
+    late.wait(30)
+    census.gone(15)

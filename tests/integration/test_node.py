@@ -18,7 +18,7 @@ from rayloader import guardian as guarding
 from rayloader.catalog import Catalog
 from rayloader.errors import CatalogError, ClusterError, EmptyCatalog
 from rayloader.node import Guardian, parent_run_id, socket_name
-from tests.census import Census, descriptors
+from tests.census import descriptors
 
 OWNER = """
 import sys
@@ -44,13 +44,6 @@ def content(fd):
     finally:
         os.close(fd)
 """
-
-
-@pytest.fixture
-def census():
-    one = Census()
-    yield one
-    one.close()
 
 
 @pytest.fixture

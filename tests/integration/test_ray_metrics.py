@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rayloader import metrics
-from tests.census import Census, Process
+from tests.census import Process
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "examples" / "grafana" / "rayloader.json"
 FILES, SIZE = 120, 3000
@@ -69,13 +69,6 @@ with fleet:
               flush=True)
         sys.stdin.readline()
 """
-
-
-@pytest.fixture
-def census():
-    one = Census()
-    yield one
-    one.close()
 
 
 def start_head(census, directory, **environ):

@@ -18,7 +18,6 @@ from rayloader.errors import AccessDenied, Replaced, TlsFailure
 from rayloader.storage.access import Access
 from rayloader.storage.object_listing import S3Lister
 from rayloader.testing import content
-from tests.census import Census
 from tests.s3.servers import credentials
 
 RAYLOADER = "from rayloader.cli import main; main()"
@@ -257,13 +256,6 @@ def test_folders_are_listed_side_by_side_and_a_saved_catalog_lists_nothing(
 
 
 # The command line
-
-
-@pytest.fixture
-def census():
-    one = Census()
-    yield one
-    one.close()
 
 
 def command(census, endpoint, *arguments, **environ):

@@ -12,7 +12,6 @@ import time
 import botocore.exceptions
 import pytest
 
-from tests.census import Census
 from tests.s3.proxy import Engine, Proxy
 from tests.s3.servers import Nginx, Rclone, client, free_ports
 
@@ -84,7 +83,7 @@ def test_a_server_stops_and_comes_back_with_what_it_had(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["a full stop", "kill -9"])
-def test_nothing_is_left_of_servers_and_proxy(end, tmp_path):
+def test_nothing_is_left_of_servers_and_proxy(end, tmp_path, census):
     code = """
 import sys
 from pathlib import Path
@@ -95,19 +94,15 @@ with SeaweedFS(here / "w") as weed, Rclone(here / "r"), Proxy(weed.endpoint, her
     print("ready", flush=True)
     input()
 """
-    census = Census()
-    try:
-        process = census.start(code, str(tmp_path))
-        process.line(30)
-        assert len(census.processes()) == 4
-        if end == "kill -9":
-            os.kill(process.pid, signal.SIGKILL)
-        else:
-            process.tell()
-        process.popen.wait(10)
-        census.gone(5)
-    finally:
-        census.close()
+    process = census.start(code, str(tmp_path))
+    process.line(30)
+    assert len(census.processes()) == 4
+    if end == "kill -9":
+        os.kill(process.pid, signal.SIGKILL)
+    else:
+        process.tell()
+    process.popen.wait(10)
+    census.gone(5)
 
 
 def test_ports_come_with_companions():
