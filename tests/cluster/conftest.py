@@ -53,22 +53,9 @@ def cluster(site):
     config = filled_in((ROOT / "cluster.yaml").read_text())
     (site.desk.home / "cluster.yaml").write_text(config)
     site.desk.run(RAY, "get-auth-token", "--generate")
-    up(site)
+    ray(site, "up", "--yes")
+    until_both_are_in(site)
     return site
-
-
-def up(site, tries=3):
-    """``ray up``, and again, as its users would, where a host could not start Ray.
-
-    Ray allows itself 30 s for that, which a busy machine does not keep, and tries a worker once.
-    """
-    for left in reversed(range(tries)):
-        try:
-            ray(site, "up", "--yes")
-            return until_both_are_in(site)
-        except AssertionError:
-            if not left:
-                raise
 
 
 def filled_in(text):
