@@ -23,7 +23,6 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks import environment, files, picture, report
+from benchmarks import command, environment, files, picture, report
 from benchmarks.contender import ContenderFailed
 from benchmarks.dlio_run import ADAPTER, Case, Dlio, Measured, run
 from benchmarks.outcome import Outcome, Row
@@ -122,11 +121,8 @@ def main() -> None:
     """Measure, and report."""
     words = _arguments()
     console = Console()
-    data = Path(words.data).resolve()
-    data.mkdir(parents=True, exist_ok=True)
-    partial = words.quick or words.only
-    folder = Path(words.out or (data / "results" if partial else HERE / "results"))
-    folder.mkdir(parents=True, exist_ok=True)
+    data = command.data_of(words)
+    folder = command.folder_of(words, data)
     measures = _kept(folder / "dlio.json")
     for heat in _heats(words, data, console):
         began, load = time.monotonic(), os.getloadavg()
@@ -136,10 +132,7 @@ def main() -> None:
                 "load_before": round(load[0], 1),
                 "load_after": round(os.getloadavg()[0], 1),
             }
-            record = _record(measures, data)
-            text = json.dumps(record, indent=1, ensure_ascii=False)
-            (folder / "dlio.json").write_text(text + "\n")
-            draw(record, folder / "dlio.png")
+            command.keep(folder, "dlio", _record(measures, data), draw)
     console.print(f"results in {folder}")
 
 
@@ -166,9 +159,7 @@ def _record(measures: dict[str, Any], data: Path) -> dict[str, Any]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dlio", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="41 steps per epoch, one round")
-    parser.add_argument("--only", action="append", help="this table; repeat")
+    parser = command.parser("dlio", __doc__, "41 steps per epoch, one round")
     has = str(HERE.parent / ".venv-dlio/bin/python")
     parser.add_argument(
         "--python", default=has, help="has DLIO 2.0.0; '': leave it out (%(default)s)"
@@ -176,12 +167,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--fork", help="checkout of mlcommons' fork")
     parser.add_argument("--fork-name", default="mlcommons' fork", help="for tables (%(default)s)")
     parser.add_argument("--fork-python", help="has what the fork needs, and rayloader (--python)")
-    default = Path(tempfile.gettempdir()) / "rayloader-bench"
-    parser.add_argument("--data", default=default, help="where the files lie (%(default)s)")
     parser.add_argument("--rounds", type=int, help="runs of each contender (3; quick: 1)")
     parser.add_argument("--epochs", type=int, default=3, help="in each run (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the order (%(default)s)")
-    parser.add_argument("--out", help="folder for JSON and picture (full run: results/ here)")
     return parser.parse_args()
 
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from benchmarks import environment, files, picture, report
+from benchmarks import command, files, picture, report
 from benchmarks.contender import Processes
 from benchmarks.files import FileSet
 from benchmarks.measures import objects_hot, objects_latency
@@ -28,7 +28,6 @@ from tests.s3.servers import Nginx, SeaweedFS, credentials
 
 OBJECTS = (2_000, 322_624)
 """Objects, and bytes of each."""
-HERE = Path(__file__).resolve().parent
 MEASURES: dict[str, Callable[[ObjectSetting], Outcome]] = {
     "nginx": objects_hot.nginx,
     "seaweedfs": objects_hot.seaweedfs,
@@ -49,8 +48,7 @@ def main() -> None:
     """Measure, and report."""
     words = _arguments()
     console = Console()
-    data = Path(words.data).resolve()
-    data.mkdir(parents=True, exist_ok=True)
+    data = command.data_of(words)
     began = time.monotonic()
     objects = files.prepare(data, *OBJECTS, fresh=words.fresh)
     os.environ.update(credentials(""))
@@ -73,36 +71,20 @@ def main() -> None:
         )
         outcomes, load = report.measured(MEASURES, setting, words.only or MEASURES, console)
     report.show_targets(console, [row for out in outcomes.values() for row in out.rows])
-    record = {
-        "environment": environment.describe(data, "objects"),
-        "load": load,
-        "rounds": setting.rounds,
-        "turn_seconds": setting.seconds,
-        "seed": setting.seed,
-        "seconds": round(time.monotonic() - began),
-        "measures": {name: outcome.asdict() for name, outcome in outcomes.items()},
-    }
-    partial = words.quick or words.only
-    folder = Path(words.out or (data / "results" if partial else HERE / "results"))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "objects.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    panels = picture.found_panels(record, PANELS)
-    picture.draw_panels(panels, TITLE, record, folder / "objects.png", S3DLIO)
+    record = command.race_record("objects", setting, outcomes, load, time.monotonic() - began)
+    folder = command.folder_of(words, data)
+    command.keep(folder, "objects", record, _draw)
     console.print(f"{record['seconds']} s; results in {folder}")
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.objects", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and contenders")
-    parser.add_argument("--only", action="append", choices=MEASURES, help="this measure; repeat")
-    default = Path(tempfile.gettempdir()) / "rayloader-bench"
-    parser.add_argument("--data", default=default, help="where the files lie (%(default)s)")
-    parser.add_argument("--fresh", action="store_true", help="make the files anew")
-    parser.add_argument("--rounds", type=int, help="turns of each contender (7; quick: 3)")
-    parser.add_argument("--seconds", type=float, help="length of a turn (1; quick: 0.5)")
-    parser.add_argument("--seed", type=int, default=1, help="of the order (%(default)s)")
-    parser.add_argument("--out", help="folder for JSON and picture (full run: results/ here)")
+    parser = command.parser("objects", __doc__, "fewer rounds and contenders", MEASURES)
+    command.add_race(parser, seconds=1.0, quick_seconds=0.5)
     return parser.parse_args()
+
+
+def _draw(record: dict[str, Any], path: Path) -> None:
+    picture.draw_panels(picture.found_panels(record, PANELS), TITLE, record, path, S3DLIO)
 
 
 def _fill(server: SeaweedFS, objects: FileSet) -> None:

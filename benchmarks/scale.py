@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,11 +17,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import environment, report, scale_picture
+from benchmarks import command, environment, report, scale_picture
 from benchmarks.measures import scale_fleet, scale_messages, scale_plan
 from benchmarks.outcome import Row
 
-HERE = Path(__file__).resolve().parent
 MEASURES: dict[str, Callable[[Path, bool], Sequence[Any]]] = {
     "plan": scale_plan.run,
     "messages": scale_messages.run,
@@ -36,8 +33,7 @@ def main() -> None:
     """Measure, and report."""
     words = _arguments()
     console = Console()
-    data = Path(words.data).resolve()
-    data.mkdir(parents=True, exist_ok=True)
+    data = command.data_of(words)
     began, load = time.monotonic(), [_load()]
     found: dict[str, list[dict[str, Any]]] = {}
     for name in words.only or MEASURES:
@@ -55,11 +51,8 @@ def main() -> None:
         "measures": found,
         "rows": [row.asdict() for row in rows],
     }
-    partial = words.quick or words.only
-    folder = Path(words.out or (data / "results" if partial else HERE / "results"))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "scale.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    scale_picture.draw(record, folder / "scale.png")
+    folder = command.folder_of(words, data)
+    command.keep(folder, "scale", record, scale_picture.draw)
     console.print(f"{record['seconds']} s; results in {folder}")
 
 
@@ -130,13 +123,9 @@ def _load() -> float:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer ranks, entries and epochs")
-    parser.add_argument("--only", action="append", choices=MEASURES, help="this measure; repeat")
-    default = Path(tempfile.gettempdir()) / "rayloader-bench"
-    parser.add_argument("--data", default=default, help="where the files lie (%(default)s)")
-    parser.add_argument("--out", help="folder for JSON and picture (full run: results/ here)")
-    return parser.parse_args()
+    return command.parser(
+        "scale", __doc__, "fewer ranks, entries and epochs", MEASURES
+    ).parse_args()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from rayloader.arena import READER_BYTES
 from rayloader.catalog import Catalog, root_of_source
 from rayloader.config import MIB, OBJECT_STORE_BYTES, PAGE, RAY_ADDRESS_SPACE, USUAL_PROCESSES
 from rayloader.errors import RayloaderError, counted, printable
-from rayloader.experiment.pagecache import cached_share
+from rayloader.experiment.pagecache import cached_share, forget
 from rayloader.experiment.report import version
 from rayloader.storage.access import Access
 from rayloader.storage.listing import PosixLister
@@ -389,7 +389,7 @@ def _latency(paths: Sequence[bytes]) -> Finding:
     """How long opening and reading the first page of a file takes, not from the page cache."""
     times = []
     for path in paths[:16]:
-        _forget(path)
+        forget(path)
         began = time.perf_counter()
         with open(path, "rb", buffering=0) as file:
             file.read(PAGE)
@@ -424,7 +424,7 @@ def _direct(paths: Sequence[bytes]) -> Finding:
 
 def _forgets(sample: Catalog, paths: Sequence[bytes]) -> Finding:
     for path in paths:
-        _forget(path)
+        forget(path)
     share = cached_share(sample)
     if share is None:
         return Finding(
@@ -673,15 +673,6 @@ def listed(source: Any, access: Access) -> tuple[Catalog | None, Finding]:
     more = " or more" if len(sample) == SAMPLED else ""
     entries = "entry" if len(sample) == 1 else "entries"
     return sample, Finding("source", "ok", f"{name}: {len(sample)}{more} {entries}")
-
-
-def _forget(path: bytes) -> None:
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
 
 
 def _read(path: str) -> str:

@@ -31,6 +31,7 @@ from rayloader.experiment.recipe import (
     checksum,
     in_parallel,
     make_directory,
+    saved_before,
     some,
 )
 from rayloader.experiment.upload import upload
@@ -138,17 +139,7 @@ def _saved(root: str) -> Catalog | None:
         UsageError: something else has its name.
     """
     path = root + SUFFIX
-    if not os.path.lexists(path):
-        return None
-    try:
-        catalog = Catalog.load(path)
-    except CatalogError as error:
-        raise UsageError(f"{printable(path)} would be overwritten: {error}") from error
-    if RECIPE not in catalog.extra:
-        raise UsageError(
-            f"{printable(path)} would be overwritten: it is another data set's catalog"
-        )
-    return catalog
+    return saved_before(path, lambda: Catalog.load(path)) if os.path.lexists(path) else None
 
 
 def _is_complete(saved: Catalog | None, recipe: Recipe, wanted: Catalog) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -31,6 +32,16 @@ def cached_share(catalog: Catalog, sampled: int = SAMPLED_FILES) -> float | None
             pages += counted[0]
             cached += counted[1]
     return cached / pages if pages else None
+
+
+def forget(path: bytes) -> None:
+    """Have the kernel forget what it holds of a file; nothing happens where it cannot be opened."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
 
 
 def _cached_pages(path: bytes) -> tuple[int, int] | None:

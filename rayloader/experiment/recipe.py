@@ -18,7 +18,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rayloader.catalog import Catalog, Ticker
-from rayloader.errors import OptionError, StorageError, UsageError, printable, storage_error
+from rayloader.errors import (
+    CatalogError,
+    OptionError,
+    StorageError,
+    UsageError,
+    printable,
+    storage_error,
+)
 
 T = TypeVar("T")
 
@@ -136,6 +143,27 @@ def make_directory(path: str) -> None:
         ) from error
     except OSError as error:
         raise storage_error(path, error.errno or 0) from error
+
+
+def saved_before(path: str, load: Callable[[], Catalog]) -> Catalog:
+    """The catalog that an earlier run saved where this one will.
+
+    Args:
+        path: its name.
+        load: reads it.
+
+    Raises:
+        UsageError: something else has its name.
+    """
+    try:
+        catalog = load()
+    except CatalogError as error:
+        raise UsageError(f"{printable(path)} would be overwritten: {error}") from error
+    if RECIPE not in catalog.extra:
+        raise UsageError(
+            f"{printable(path)} would be overwritten: it is another data set's catalog"
+        )
+    return catalog
 
 
 def check_maker(root: str, recipe: Recipe, maker: bytes | None) -> None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rayloader.catalog import SUFFIX, Catalog, Ticker
-from rayloader.errors import CatalogError, EmptyCatalog, OptionError, UsageError, printable
+from rayloader.errors import EmptyCatalog, OptionError, UsageError, printable
 from rayloader.experiment.recipe import (
     RECIPE,
     UNFINISHED,
@@ -17,6 +17,7 @@ from rayloader.experiment.recipe import (
     check_maker,
     checksum,
     in_parallel,
+    saved_before,
     some,
 )
 from rayloader.storage.access import Access
@@ -86,15 +87,7 @@ class _Site:
         if data is None:
             return None
         name = f"{os.fsdecode(self.root)}{SUFFIX}"
-        try:
-            catalog = Catalog.loads(data, printable(name), self.root)
-        except CatalogError as error:
-            raise UsageError(f"{printable(name)} would be overwritten: {error}") from error
-        if RECIPE not in catalog.extra:
-            raise UsageError(
-                f"{printable(name)} would be overwritten: it is another data set's catalog"
-            )
-        return catalog
+        return saved_before(name, lambda: Catalog.loads(data, printable(name), self.root))
 
     def found(self) -> Catalog | None:
         """What lies below the prefix; ``None`` when that is nothing."""

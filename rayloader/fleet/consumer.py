@@ -22,7 +22,7 @@ from rayloader.catalog import Catalog
 from rayloader.config import Options
 from rayloader.errors import RayloaderError, chained
 from rayloader.experiment.consumer import look_at
-from rayloader.experiment.pagecache import cached_share
+from rayloader.experiment.pagecache import cached_share, forget
 from rayloader.experiment.ranks import Moved
 from rayloader.fleet.work import Hello, Part, Piece, Progress, left_over
 from rayloader.launch import Launch
@@ -132,7 +132,7 @@ class Consumer:
         paths = [os.path.join(self._catalog.root, key) for key in keys]
         if not is_object(self._catalog.root):
             for path in paths:
-                _drop(path)
+                forget(path)
         with _sendable():
             dataset.concurrency = 1
             try:
@@ -157,7 +157,7 @@ class Consumer:
             for low in range(0, len(catalog), _DROPPED_AT_ONCE):
                 entries = np.arange(low, min(low + _DROPPED_AT_ONCE, len(catalog)))
                 for key in catalog.keys_at(entries):
-                    _drop(os.path.join(catalog.root, key))
+                    forget(os.path.join(catalog.root, key))
         return cached_share(catalog)
 
     def close(self) -> None:
@@ -360,16 +360,6 @@ def _sendable() -> Iterator[None]:
     except Exception as error:
         words = (str(error).strip().splitlines() or [""])[0]
         raise RayloaderError(f"{type(error).__name__}: {words}".rstrip(": ")) from chained(error)
-
-
-def _drop(path: bytes) -> None:
-    """Have the kernel forget what it holds of a file."""
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
 
 
 def _ticks() -> tuple[int, int]:
