@@ -120,23 +120,29 @@ def connect(
         address = _resolve(choice)
         mine = _state.connection
         if mine is not None and _joined_by_hand() is not None:
-            if address is None and choice == "private" and not mine.private:
-                raise UsageError(_already(mine.address, choice))
-            if address is not None and not _same_address(address, mine.address):
-                raise UsageError(_already(mine.address, choice))
+            _check_choice(choice, address, mine)
             if not mine.private or _still_there(mine, start_timeout):
                 return mine
             shutdown()  # it died: start again
-        found = _joined_by_hand()
-        if found is not None:
-            if choice != "auto" and (address is None or not _same_address(address, found.address)):
-                raise UsageError(_already(found.address, choice))
+        deadline = time.monotonic() + start_timeout
+        if (found := _joined_by_hand()) is not None:
+            _check_choice(choice, address, found)
             _state.connection = found
         elif address is None:
-            _state.connection = _private(run_id, time.monotonic() + start_timeout, node_cpus)
+            _state.connection = _private(run_id, deadline, node_cpus)
         else:
-            _state.connection = _join_address(address, choice, time.monotonic() + start_timeout)
+            _state.connection = _join_address(address, choice, deadline)
         return _state.connection
+
+
+def _check_choice(choice: str, address: str | None, joined: Connection) -> None:
+    """Raise unless the Ray that this process has joined is the one that is asked for now."""
+    if address is None:
+        same = choice != "private" or joined.private
+    else:
+        same = _same_address(address, joined.address)
+    if not same:
+        raise UsageError(_already(joined.address, choice))
 
 
 def guardian(run_id: str | None = None, *, timeout: float = Options.start_timeout) -> Guardian:

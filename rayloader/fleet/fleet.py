@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -313,9 +314,32 @@ class Fleet:
         directory = os.fspath(out) if out is not None else None
         if directory is not None:
             make_directory(directory)
-        before = self.ranks, self.concurrency
+        ranks_before, watching = self._ranks, SweepWatch(console_of_progress(), self._progress)
+        records = self._records(plan, directory)
+        with self._put_back(ranks_before), watching:
+            self._progress = False
+            run_trials(self, plan, records, watch or watching)
+        table = table_of(records.lines)
+        if directory is not None:
+            save_table(table, directory)
+        return table
+
+    @contextlib.contextmanager
+    def _put_back(self, ranks: int) -> Iterator[None]:
+        """So many ranks afterwards; concurrency and progress as they are now."""
+        concurrency, progress = self.concurrency, self._progress
+        try:
+            yield
+        finally:
+            self._progress = progress
+            if not self._closed and not (self._running and self._running.alive):
+                self.concurrency = concurrency
+                self.scale(ranks)
+
+    def _records(self, plan: SweepPlan, directory: str | None) -> Records:
+        """What the same sweep has recorded before, if it has; the ranks of its first trial run."""
         if self._crew is None:
-            self._ranks = plan.trials[0].ranks  # no more are started than the first trial needs
+            self._ranks = plan.trials[0].ranks  # no more are started than that needs
         self.open()
         assert self._crew is not None
         catalog = self._crew.catalog
@@ -323,20 +347,7 @@ class Fleet:
         about = subject(plan, catalog, self._options, self._compute_seconds, self._touch)
         records = Records(directory, about)
         records.add(session(catalog, self._options))
-        watching = SweepWatch(console_of_progress(), self._progress)
-        shown, self._progress = self._progress, False
-        try:
-            with watching:
-                run_trials(self, plan, records, watch or watching)
-        finally:
-            self._progress = shown
-            if not self._closed and not (self._running and self._running.alive):
-                self.concurrency = before[1]
-                self.scale(before[0])
-        table = table_of(records.lines)
-        if directory is not None:
-            save_table(table, directory)
-        return table
+        return records
 
     def grid(self) -> Grid:
         """The ranks, as a table."""

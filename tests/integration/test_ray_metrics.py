@@ -1,6 +1,8 @@
 """Metrics from end to end: a real Ray that exports them, and the dashboard that shows them."""
 
 import collections
+import dataclasses
+import functools
 import json
 import re
 import secrets
@@ -10,6 +12,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +21,9 @@ from tests.census import Process
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "examples" / "grafana" / "rayloader.json"
 FILES, SIZE = 120, 3000
+OTHER = "another run"
+slow = pytest.mark.slow
+pytestmark = pytest.mark.timeout(180)
 HEAD = """
 import sys
 from ray.scripts.scripts import main
@@ -109,78 +115,127 @@ def queried():
     return [target["expr"] for panel in panels for target in panel["targets"]]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_what_prometheus_gets_is_what_the_receipts_say_and_all_that_the_dashboard_asks_for(
-    census, tmp_path
-):
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """What two runs under one Ray have published, and their receipts.
+
+    Attributes:
+        kinds: metric → its type.
+        found: (name, labels, value) of every line.
+        receipts: of both epochs of the Fleet's two ranks.
+        other: the receipt of another run, which failed.
+    """
+
+    kinds: dict[str, str]
+    found: list[tuple[str, dict[str, str], float]]
+    receipts: list[dict[str, Any]]
+    other: dict[str, Any]
+
+    @functools.cached_property
+    def sums(self):
+        return totals(self.found)
+
+    @functools.cached_property
+    def run(self):
+        """The name of the Fleet's run."""
+        (run,) = {key[1] for key in self.sums} - {OTHER}
+        return run
+
+    def by_rank(self, name):
+        """What was published under a name for each rank of the Fleet."""
+        return [self.sums[f"rayloader_{name}", self.run, rank] for rank in ("0", "1")]
+
+    def received(self, field):
+        """What the receipts of each rank say, in sum."""
+        return [sum(one[field] for one in self.receipts if one["rank"] == rank) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def published(module_census, tmp_path_factory):
+    """A Fleet of two ranks, of which one lost its reader, and a run that failed."""
+    source, census = tmp_path_factory.mktemp("data"), module_census
     for number in range(FILES):
-        (tmp_path / f"{number:03}.bin").write_bytes(bytes(SIZE))
+        (source / f"{number:03}.bin").write_bytes(bytes(SIZE))
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     fast = {"RAY_metrics_report_interval_ms": "1000"}
     address = start_head(census, census.tmp + "/r", **secret, **fast)
-    driver = census.start(DRIVER, str(tmp_path), address, **secret)
+    driver = census.start(DRIVER, str(source), address, **secret)
     line = ""
     while not line.startswith("{"):  # Ray has its own words for the reader that was killed
         line = driver.line(60)
     told = json.loads(line)
     deadline = time.monotonic() + 20
     while True:
-        kinds, found = scraped(told["port"])
-        sums = totals(found)
-        if sums["rayloader_errors_total", "another run", "0"]:
+        all_ = Published(*scraped(told["port"]), told["ranks"], told["other"])
+        if all_.sums["rayloader_errors_total", OTHER, "0"]:
             break
-        assert time.monotonic() < deadline, sorted(sums)
+        assert time.monotonic() < deadline, sorted(all_.sums)
         time.sleep(0.5)
-    (run,) = {key[1] for key in sums} - {"another run"}
-    assert re.fullmatch(r"job [0-9a-f]+", run)
+    driver.tell()
+    status, text = driver.wait()
+    assert (status, "Traceback" in text) == (0, False), text
+    return all_
 
-    def of(rank, name):
-        return sum(one[name] for one in told["ranks"] if one["rank"] == rank)
 
-    def exported(rank, name):
-        return sums[f"rayloader_{name}", run, str(rank)]
+@slow
+def test_what_the_trainer_counts_is_what_its_receipts_say(published):
+    for name, field in (("files_total", "files"), ("delivered_bytes_total", "bytes"),
+                        ("batches_total", "steps")):  # fmt: skip
+        assert published.by_rank(name) == published.received(field)
+    stalls = published.by_rank("stall_seconds_total")
+    assert stalls == pytest.approx(published.received("stall_seconds"))
+    assert published.by_rank("restarts_total") == [0, 1]
+    skips = sum(len(one["skipped"]) for one in published.receipts)
+    assert sum(published.by_rank("skipped_files_total")) == skips == 2
 
-    for rank in (0, 1):
-        assert exported(rank, "files_total") == of(rank, "files")
-        assert exported(rank, "delivered_bytes_total") == of(rank, "bytes")
-        assert exported(rank, "batches_total") == of(rank, "steps")
-        assert exported(rank, "stall_seconds_total") == pytest.approx(of(rank, "stall_seconds"))
-        assert exported(rank, "concurrency") == 64 * len(
-            {labels["WorkerId"] for name, labels, _ in found
-             if name == "ray_rayloader_concurrency"
-             and (labels["run"], labels["rank"]) == (run, str(rank))}
-        )  # fmt: skip
-    skips = sum(len(one["skipped"]) for one in told["ranks"])
-    assert exported(0, "skipped_files_total") + exported(1, "skipped_files_total") == skips == 2
-    assert [exported(rank, "restarts_total") for rank in (0, 1)] == [0, 1]
+
+@slow
+def test_what_readers_count_is_what_the_receipts_say(published):
+    """What the reader that was killed had counted since it was last asked has gone with it."""
     for name, field in (
         ("read_bytes_total", "bytes_transferred"), ("reads_total", "reads"),
         ("metadata_operations_total", "metadata_ops"), ("retries_total", "retries"),
     ):  # fmt: skip
-        # What the reader that was killed had counted since it was last asked has gone with it.
-        assert [exported(0, name), exported(1, name)] == [of(0, field), of(1, field)]
-    for rank in (0, 1):
+        assert published.by_rank(name) == published.received(field)
+
+
+@slow
+def test_every_reader_tells_its_ceiling(published):
+    readers = collections.defaultdict(set)
+    for name, labels, _ in published.found:
+        if name == "ray_rayloader_concurrency" and labels["run"] == published.run:
+            readers[labels["rank"]].add(labels["WorkerId"])
+    assert published.by_rank("concurrency") == [64 * len(readers[rank]) for rank in ("0", "1")]
+
+
+@slow
+def test_latencies_are_buckets_of_all_reads(published):
+    for rank, reads in enumerate(published.received("reads")):
         latencies = {
             float(key[3]): count
-            for key, count in sums.items()
-            if key[:3] == (metrics.LATENCY, run, str(rank))
+            for key, count in published.sums.items()
+            if key[:3] == (metrics.LATENCY, published.run, str(rank))
         }
-        assert latencies[float("inf")] == of(rank, "reads")
+        assert latencies[float("inf")] == reads
         assert sorted(latencies.values()) == [latencies[edge] for edge in sorted(latencies)]
-    assert sums["rayloader_errors_total", "another run", "0"] == 1
-    assert sums["rayloader_files_total", "another run", "0"] == told["other"]["files"] == 1
-    assert {labels["storage"] for _, labels, _ in found} == {"file"}
 
+
+@slow
+def test_series_are_told_apart_by_run_and_storage(published):
+    assert re.fullmatch(r"job [0-9a-f]+", published.run)
+    assert published.sums["rayloader_errors_total", OTHER, "0"] == 1
+    assert published.sums["rayloader_files_total", OTHER, "0"] == published.other["files"] == 1
+    assert {labels["storage"] for _, labels, _ in published.found} == {"file"}
+
+
+@slow
+def test_all_that_the_dashboard_asks_for_is_published_and_nothing_else(published):
     asked = set(re.findall(r"ray_rayloader_\w+", " ".join(queried())))
-    assert asked == {name for name, _, _ in found}
-    assert kinds == {
+    assert asked == {name for name, _, _ in published.found}
+    assert published.kinds == {
         **{f"ray_{name}": "counter" for name in (*metrics.COUNTERS, metrics.LATENCY)},
         **{f"ray_{name}": "gauge" for name in metrics.GAUGES},
     }
-    driver.tell()
-    status, text = driver.wait()
-    assert (status, "Traceback" in text) == (0, False), text
 
 
 def test_the_dashboard_asks_for_every_metric_and_selects_by_run_and_rank():
