@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayloader import OptionError
-from rayloader_dlio.settings import has_plain_paths, is_2_0, located
+from rayloader_dlio.settings import has_plain_paths, is_2_0, is_fork, located
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +105,6 @@ def is_sharded(args: Any) -> bool:
     return bool(getattr(args, "files_pre_sharded", False))
 
 
-def _knows_sharding(args: Any) -> bool:
-    """The fork, which rounds a rank's samples down where the others round them up."""
-    return hasattr(args, "files_pre_sharded")
-
-
 def assigned(args: Any, part: Part, ranks: int, storage: str) -> list[str]:
     """The files of the samples that DLIO gave to this rank, in its order, as rayloader names them.
 
@@ -183,10 +178,10 @@ def _sampled(args: Any, samples: list[int], time: int) -> list[int]:
 def _run_length(args: Any, part: Part, ranks: int) -> int:
     """Samples that DLIO deals to one thread in one go [samples].
 
-    A rank's samples divided by its threads, where older versions reckon with those of a rank that
+    A rank's samples divided by its threads, where all but the fork reckon with those of a rank that
     has the most.
     """
-    if _knows_sharding(args):
+    if is_fork(args):
         samples = sum(map(len, part.by_thread.values()))
     else:
         samples = math.ceil(int(args.num_samples_per_file) * part.all_files / ranks)

@@ -58,6 +58,10 @@ CREDENTIALS = {
     "secret_access_key": "AWS_SECRET_ACCESS_KEY",
 }
 """DLIO's names of them in storage_options, and rayloader's in the environment."""
+LIBRARIES = ("s3dlio", "s3torchconnector", "minio")
+"""With which DLIO itself would read objects; here they say only how it names them, and spells."""
+NAMED_BY_KEY = "s3dlio"
+"""The one that takes a URI apart whatever ``use_full_object_uri`` says."""
 RANGES_BYTES = Options().ranges_bytes
 """Of memory_bytes, what is not for batches [bytes]."""
 DEVIATIONS = 6.0
@@ -78,8 +82,8 @@ class Settings:
         storage: ``file`` or a URI scheme.
         dlio_read_ahead: batches that DLIO's own loader would hold ahead [batches].
         largest_batch_bytes: that any batch can have, by DLIO's own figures [bytes].
-        credentials: of the object storage, where the workload file has them and the environment
-            has not; by the variables that rayloader takes them from.
+        credentials: of the object storage, where the workload file has them; by the variables that
+            rayloader takes them from.
     """
 
     options: Options
@@ -121,7 +125,7 @@ def settings(args: Any, environ: Mapping[str, str]) -> Settings:
         credentials = {
             variable: str(value)
             for name, variable in CREDENTIALS.items()
-            if (value := _storage_options(args).get(name)) and not environ.get(variable)
+            if (value := _storage_options(args).get(name))
         }
     largest = largest_batch_bytes(args)
     if given.get("deliver", True):
@@ -141,7 +145,7 @@ def require_format(args: Any) -> None:
     if name in WHOLE_FILES:
         return
     if name == "hdf5":
-        if int(args.num_samples_per_file) > 1 and not hasattr(args, "files_pre_sharded"):
+        if int(args.num_samples_per_file) > 1 and not is_fork(args):
             raise OptionError(
                 "dataset.format: hdf5 with num_samples_per_file > 1 is not served: this DLIO reads "
                 "single records of a file, and rayloader whole files, which is another workload"
@@ -249,11 +253,29 @@ def located(path: str, args: Any, storage: str) -> str:
         return "/" + match.group(2) if match and match.group(1) in ("direct", "file") else path
     match = _SCHEME.fullmatch(path)
     if match:
-        return f"{match.group(1)}://{match.group(2)}"
-    bucket = str(args.storage_root).removeprefix(f"{storage}://").strip("/")
-    folder = str(args.data_folder).strip("/")
-    key = path[path.index(folder) :] if folder in path else path.lstrip("/")
-    return f"{storage}://{bucket}/{key}"
+        uri = f"{match.group(1)}://{match.group(2)}"
+    else:
+        bucket = str(args.storage_root).removeprefix(f"{storage}://").strip("/")
+        folder = str(args.data_folder).strip("/")
+        key = path[path.index(folder) :] if folder in path else path.lstrip("/")
+        uri = f"{storage}://{bucket}/{key}"
+    if not has_uris_for_keys(args):
+        return uri
+    return f"{storage}://{uri.split('/')[2]}/{uri}"
+
+
+def has_uris_for_keys(args: Any) -> bool:
+    """Whether DLIO stores an object by its whole URI: ``s3://bucket/key`` is a key of the bucket.
+
+    argonne-lcf's DLIO 3 always does, mlcommons' fork where it is told to.
+    """
+    if is_2_0(args):
+        return False
+    if not is_fork(args):
+        return True
+    options = _storage_options(args)
+    asked = str(options.get("use_full_object_uri", "")).lower() in ("true", "1", "yes")
+    return asked and options.get("storage_library") != NAMED_BY_KEY
 
 
 # Storage
@@ -280,6 +302,7 @@ def _storage(args: Any) -> tuple[str, bool]:
         if direct:
             raise OptionError(f"reader.odirect has no meaning with storage_type: s3 ({scheme})")
         require_scheme(scheme)
+        require_library(options)
         return scheme, False
     raise OptionError(
         f"storage.storage_type: {kind} is not served: only local_fs, direct_fs and s3"
@@ -299,16 +322,51 @@ def require_scheme(scheme: str) -> None:
         raise OptionError(f"storage.storage_type: s3 ({scheme}) is not served: {error}") from error
 
 
+def require_library(options: Mapping[str, Any]) -> None:
+    """Of what DLIO's libraries are told, all that decides what is read must have been heard.
+
+    Raises:
+        OptionError: an unknown library, or one that finds its credentials elsewhere.
+    """
+    library = options.get("storage_library")
+    if library is not None and library not in LIBRARIES:
+        raise OptionError(
+            f"storage.storage_library: {library} is not served: only {', '.join(LIBRARIES)}"
+        )
+    if options.get("s3_profile"):
+        raise OptionError(
+            "storage_options.s3_profile is not served: set AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, or access_key_id and secret_access_key"
+        )
+
+
 def _of_objects(args: Any, environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the workload file says of the object storage; DLIO has put some into the environment."""
+    """What DLIO's own storage would ask; what is left out is what the environment says."""
     options, found = _storage_options(args), {}
-    for name, variable in (("endpoint_url", "AWS_ENDPOINT_URL"), ("region", "AWS_REGION")):
-        if options.get(name) and not environ.get(variable):
-            found[name] = str(options[name])
+    if endpoint := _endpoint(args, environ):
+        found["endpoint_url"] = endpoint
+    if options.get("region"):
+        found["region"] = str(options["region"])
     window = options.get("prefetch_window")
     if window is not None:
         found["concurrency"] = _number("storage_options.prefetch_window", window)
     return found
+
+
+def _endpoint(args: Any, environ: Mapping[str, str]) -> str:
+    """Where requests go; empty: the workload file does not say.
+
+    mlcommons' fork deals several endpoints out to its ranks, whichever library it uses.
+    """
+    several = [one.strip() for one in environ.get("S3_ENDPOINT_URIS", "").split(",")]
+    several = [one for one in several if one]
+    if is_fork(args) and len(several) > 1:
+        return several[int(args.my_rank) % len(several)]
+    options = _storage_options(args)
+    endpoint = str(options.get("endpoint_url") or "")
+    if endpoint and "://" not in endpoint and options.get("storage_library") == "minio":
+        endpoint = f"http://{endpoint}"  # as that library's users may leave it out
+    return endpoint
 
 
 def _storage_options(args: Any) -> Mapping[str, Any]:
@@ -394,6 +452,11 @@ def _word(value: Any) -> Any:
 def is_2_0(args: Any) -> bool:
     """DLIO 2.0, which knows no sums of sample indices."""
     return not hasattr(args, "train_sample_index_sum")
+
+
+def is_fork(args: Any) -> bool:
+    """Whether it is the fork of mlcommons, which alone can give each rank a list of its own."""
+    return hasattr(args, "files_pre_sharded")
 
 
 def _preprocesses(args: Any) -> bool:

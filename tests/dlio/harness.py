@@ -37,6 +37,12 @@ LIMIT = 400.0
 """A run that takes longer hangs [s]."""
 TORCHS_OWN = "torchinductor_"
 """A directory that torch leaves in TMPDIR."""
+NEEDS = {
+    "2.0.0": "needs PyPI's DLIO 2.0.0: no RAYLOADER_DLIO",
+    "fork": "needs mlcommons' fork: RAYLOADER_DLIO=a checkout of mlcommons/DLIO_local_changes",
+    "argonne": "needs argonne's DLIO 3: RAYLOADER_DLIO=a checkout of argonne-lcf/dlio_benchmark",
+}
+"""What a test says that is skipped for want of its DLIO."""
 MPIRUN = ("--allow-run-as-root", "--oversubscribe")
 
 
@@ -60,19 +66,29 @@ class Installation:
         ours = [str(ROOT), str(ROOT / "adapters")]
         return [self.checkout, *ours] if self.checkout else ours
 
-    @functools.cached_property
+    @property
+    def kind(self) -> str:
+        """See :func:`kind_of`."""
+        return kind_of(self.checkout)
+
+    @property
     def is_release_2_0_0(self) -> bool:
         """Whether it is PyPI's, whose lists differ from those of its successors."""
-        return self.checkout is None
+        return self.kind == "2.0.0"
 
-    @functools.cached_property
-    def shards_files(self) -> bool:
+    @property
+    def is_fork(self) -> bool:
         """Whether each rank keeps its own share of the files, and they move at each epoch."""
-        if self.checkout is None:
-            return False
-        return "files_pre_sharded" in Path(
-            self.checkout, "dlio_benchmark", "utils", "config.py"
-        ).read_text(encoding="utf-8")
+        return self.kind == "fork"
+
+
+@functools.cache
+def kind_of(checkout: str | None) -> str:
+    """``2.0.0``, ``argonne`` or ``fork``."""
+    if not checkout:
+        return "2.0.0"
+    config = Path(checkout, "dlio_benchmark", "utils", "config.py")
+    return "fork" if "files_pre_sharded" in config.read_text(encoding="utf-8") else "argonne"
 
 
 def installation() -> Installation:

@@ -1,6 +1,7 @@
 """What must have been read, by what the witness noted; nothing of the adapter is asked."""
 
 import os
+import re
 
 import numpy as np
 
@@ -28,6 +29,11 @@ def prefix(run, part, epoch, rank, samples):
     """The files of the first samples that DLIO assigned, each once, in DLIO's order."""
     assigned = run.noted(rank, "assigned", epoch)[KIND[part]]
     return list(dict.fromkeys(path for path, _ in assigned[:samples]))
+
+
+def in_bucket(path, bucket):
+    """The key of an object of DLIO's lists, also where DLIO has made a path of its URI."""
+    return re.fullmatch(rf"(?:.*/)?s3:/+{re.escape(bucket)}/(.+)", path)[1]
 
 
 def hold_opens(run, part, epochs, samples):

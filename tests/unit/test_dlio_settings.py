@@ -182,16 +182,35 @@ def test_paths_that_dlio_has_mangled_are_put_right(path, changes, wanted):
         ("data/train/img", "s3://bucket/data/train/img"),
     ],
 )
-def test_objects_are_named_by_their_uri(path, wanted):
-    given = arguments(storage_type="s3", storage_root="bucket", data_folder="data")
+def test_objects_are_named_by_bucket_and_key(path, wanted):
+    given = arguments(
+        storage_type="s3", storage_root="bucket", data_folder="data", files_pre_sharded=True
+    )
     assert located(path, given, "s3") == wanted
 
 
-def test_object_storage_is_found_where_dlio_has_it():
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "files_pre_sharded": True,
+            "storage_options": {"storage_library": "minio", "use_full_object_uri": "true"},
+        },
+        {},  # argonne-lcf's DLIO 3
+    ],
+)
+def test_objects_are_named_by_their_uri_within_the_bucket_where_dlio_stores_them_so(changes):
+    given = arguments(storage_type="s3", storage_root="bucket", data_folder="data", **changes)
+    for path in ("s3://bucket/data/img", "/cwd/s3:/bucket/data/img", "data/img"):
+        assert located(path, given, "s3") == "s3://bucket/s3://bucket/data/img"
+
+
+@pytest.mark.parametrize("library", ["s3dlio", "s3torchconnector", "minio"])
+def test_object_storage_is_found_where_dlio_has_it(library):
     found = chosen(
         storage_type="s3",
         storage_options={
-            "storage_library": "s3dlio",
+            "storage_library": library,
             "endpoint_url": "http://127.0.0.1:9000",
             "region": "here",
             "access_key_id": "key",
@@ -207,15 +226,50 @@ def test_object_storage_is_found_where_dlio_has_it():
     assert "secret" not in repr(found)
 
 
-def test_the_environment_knows_object_storage_better():
-    """DLIO gives each rank an endpoint of its own there."""
+def test_the_workload_file_wins_over_the_environment_as_it_does_in_dlio():
     found = chosen(
-        {"AWS_ENDPOINT_URL": "http://rank", "AWS_ACCESS_KEY_ID": "mine"},
+        {"AWS_ENDPOINT_URL": "http://another", "AWS_REGION": "away", "AWS_ACCESS_KEY_ID": "mine"},
         storage_type="s3",
-        storage_options={"endpoint_url": "http://all", "access_key_id": "key"},
+        storage_options={"endpoint_url": "http://all", "region": "here", "access_key_id": "key"},
     )
-    assert found.options.endpoint_url is None
+    assert (found.options.endpoint_url, found.options.region) == ("http://all", "here")
+    assert found.credentials == {"AWS_ACCESS_KEY_ID": "key"}
+
+
+def test_what_the_workload_file_does_not_say_the_environment_says():
+    found = chosen({"AWS_ENDPOINT_URL": "http://there"}, storage_type="s3", storage_options={})
+    assert (found.options.endpoint_url, found.options.region) == (None, None)
     assert found.credentials == {}
+
+
+@pytest.mark.parametrize(("rank", "endpoint"), [(0, "http://a"), (1, "http://b"), (2, "http://a")])
+def test_a_rank_of_the_fork_asks_the_endpoint_that_is_dealt_out_to_it(rank, endpoint):
+    found = chosen(
+        {"S3_ENDPOINT_URIS": "http://a, http://b"},
+        files_pre_sharded=True,
+        my_rank=rank,
+        storage_type="s3",
+        storage_options={"storage_library": "minio", "endpoint_url": "http://all"},
+    )
+    assert found.options.endpoint_url == endpoint
+
+
+def test_an_endpoint_without_a_scheme_is_what_minios_library_takes_it_for():
+    options = {"storage_library": "minio", "endpoint_url": "10.0.0.1:9000"}
+    found = chosen(storage_type="s3", storage_options=options)
+    assert found.options.endpoint_url == "http://10.0.0.1:9000"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"storage_library": "boto3"}, "storage_library: boto3"),
+        ({"storage_library": "s3torchconnector", "s3_profile": "mine"}, "s3_profile"),
+    ],
+)
+def test_libraries_that_would_read_otherwise_are_refused_by_name(options, named):
+    with pytest.raises(OptionError, match=named):
+        chosen(storage_type="s3", storage_options=options)
 
 
 @pytest.mark.parametrize("scheme", ["gs", "ftp"])

@@ -13,7 +13,8 @@ decided and saw, on the machine's monotonic clock:
 and, in ``$DLIO_WITNESS/made-PID.jsonl`` each process that Python code of this run made.
 
 Besides it has tensorflow imported when it is first used, and not before. DLIO 2.0 imports it on
-every start, 5 s of CPU on each rank, and uses it for workloads of tensorflow only.
+every start, 5 s of CPU on each rank, and uses it for workloads of tensorflow only. And where
+``$DLIO_NAMES`` is set, it tells DLIO the names of a bucket's objects: see test_objects.py.
 """
 
 import contextlib
@@ -30,6 +31,10 @@ MARK = "TEST_CENSUS={}".format(os.environ.get("TEST_CENSUS", ""))
 MAKES = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen", "os.exec"})
 LOADED = {"batch_loaded": "train", "eval_batch_loaded": "eval"}
 SPANS = ("start_train", "end_train", "start_eval", "end_eval")
+STORAGES = {
+    "dlio_benchmark.storage.s3_storage": "S3Storage",
+    "dlio_benchmark.storage.s3_torch_storage": "S3PyTorchConnectorStorage",
+}
 
 
 def note(name, **facts):
@@ -136,6 +141,17 @@ def watch_stats(module):
         setattr(counter, name, span(name))
 
 
+def tell_names(module):
+    """DLIO's list of a bucket's folder is what stands in ``$DLIO_NAMES``, folder by folder."""
+
+    def walk_node(self, folder, use_pattern=False):
+        with open(os.environ["DLIO_NAMES"]) as file:
+            return json.load(file)[os.path.basename(folder)]
+
+    if "DLIO_NAMES" in os.environ:
+        getattr(module, STORAGES[module.__name__]).walk_node = walk_node
+
+
 def alive():
     """Process id → command line and CPUs of each thread, of all that bears the mark."""
     found = {}
@@ -162,9 +178,9 @@ def read(path):
 
 
 class Tensorflow:
-    """Stands where the module belongs until somebody asks it for something."""
+    """Stands where the module belongs until somebody asks it for something but where it is."""
 
-    __spec__ = None
+    __spec__ = importlib.util.find_spec("tensorflow")
 
     def __getattr__(self, name):
         if sys.modules.get("tensorflow") is self:
@@ -175,11 +191,12 @@ class Tensorflow:
 WATCHED = {
     "dlio_benchmark.utils.config": watch_config,
     "dlio_benchmark.utils.statscounter": watch_stats,
+    **dict.fromkeys(STORAGES, tell_names),
 }
 
 
 class Watcher(importlib.abc.MetaPathFinder):
-    """Adds to two modules of DLIO when they are imported."""
+    """Adds to modules of DLIO when they are imported."""
 
     def find_spec(self, name, path=None, target=None):
         act = WATCHED.pop(name, None)
@@ -196,7 +213,7 @@ class Watcher(importlib.abc.MetaPathFinder):
         return spec
 
 
-if importlib.util.find_spec("tensorflow"):
+if Tensorflow.__spec__:
     sys.modules["tensorflow"] = Tensorflow()
 if WHERE:
     watch_processes()
