@@ -106,8 +106,8 @@ class Publisher:
             return
         series = (counter.info["name"], *tags.values())
         if series not in self._known:
-            # Prometheus sees an increase only of what it has seen before, and Ray's counters take
-            # no zero by their public method.
+            # Prometheus sees an increase only of what it has seen before. Of Ray 2.60's public
+            # methods none begins a counter at zero: inc() refuses 0, and nothing else records.
             counter._record(0.0, tags)
             self._known.add(series)
 

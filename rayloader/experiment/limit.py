@@ -111,6 +111,7 @@ def _found(seen: Evidence) -> Iterator[Limit]:
     if seen.occupancy >= WINDOW_FULL:
         yield _storage(seen)
     yield from _window(seen)
+    yield from _crowded(seen)
     yield Limit(
         "unclear",
         f"consumers waited {seen.wait_share:.0%} of their time, CPUs were {seen.cpu_share:.0%} "
@@ -191,4 +192,15 @@ def _window(seen: Evidence) -> Iterator[Limit]:
             f"that wait, fill memory_bytes={seen.memory_bytes >> 20} MiB; concurrency allows "
             f"{seen.concurrency}",
             "Raise memory_bytes",
+        )
+
+
+def _crowded(seen: Evidence) -> Iterator[Limit]:
+    """Last, for a storage that is waited for is told from its reads, on a busy node too."""
+    if seen.node_busy >= NODE_BUSY:
+        yield Limit(
+            "client CPU",
+            f"readers and consumers used {seen.cpu_share:.0%} of the CPUs, which other programs "
+            f"kept {seen.node_busy:.0%} busy",
+            "Stop the other programs and measure again",
         )

@@ -1,7 +1,10 @@
 """Cases built to have one limit each, and the report names it."""
 
+import contextlib
 import heapq
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -10,6 +13,7 @@ import rayloader
 from rayloader import cluster
 from tests import slow_mount
 
+BUSY = "while True: pass"
 pytestmark = pytest.mark.slow
 
 needs_slow_mount = pytest.mark.skipif(
@@ -127,6 +131,16 @@ def test_client_cpu(hot):
         "client CPU",
         "of the CPUs",
     )
+
+
+def test_other_programs(hot):
+    """However little of the CPUs is left to the reader."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 * os.cpu_count()):
+            other = stack.enter_context(subprocess.Popen([sys.executable, "-c", BUSY]))
+            stack.callback(other.kill)
+        report = report_of(hot, 3, "client CPU", batch_size=50)
+    require(report, "client CPU", "other programs")
 
 
 def test_the_gil(hot):

@@ -34,7 +34,8 @@ IDLE = Evidence(
         ({"throttled_share": 0.1, "occupancy": 1.0}, "storage throttles"),
         ({"cpu_share": 0.8, "occupancy": 1.0}, "client CPU"),
         ({"cpu_share": 0.4, "node_busy": 0.95}, "client CPU"),
-        ({"cpu_share": 0.1, "node_busy": 1.0}, "unclear"),
+        ({"cpu_share": 0.1, "node_busy": 1.0}, "client CPU"),
+        ({"cpu_share": 0.1, "node_busy": 1.0, "occupancy": 0.9, "in_flight": 58}, "storage"),
         ({"cpu_share": 0.5, "reader_cores": 0.95, "python_engine": True}, "GIL"),
         ({"cpu_share": 0.5, "reader_cores": 0.95}, "unclear"),
         ({"occupancy": 0.9, "in_flight": 58}, "storage"),
@@ -50,6 +51,12 @@ def test_the_limit_is_named(figures, name):
     assert limit.name == name
     assert str(limit).startswith(f"limit: {name}: ")
     assert limit.advice
+
+
+def test_other_programs_that_have_the_cpus_are_told():
+    crowded = limit_of(dataclasses.replace(IDLE, node_busy=0.97))
+    assert "used 10% of the CPUs, which other programs kept 97% busy" in crowded.because
+    assert crowded.advice.startswith("Stop the other programs")
 
 
 def test_durations_that_are_compared_are_both_called_medians():
