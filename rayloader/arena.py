@@ -279,8 +279,7 @@ def read_table(memory: memoryview, table_at: int, samples: int) -> Int64s:
         .reshape(-1, TABLE_COLUMNS)
         .copy()
     )
-    starts, sizes = table[:, 0], table[:, 1]
-    if samples and not _inside(starts, sizes, len(memory)):
+    if samples and not _inside(table[:, :2], len(memory)):
         raise ValueError(f"the table at {table_at} points outside the arena")
     return table
 
@@ -299,13 +298,20 @@ def gathered(table: Int64s, root: Bytes) -> tuple[Int64s, Bytes]:
     return table, data
 
 
-def _inside(starts: Int64s, sizes: Int64s, length: int) -> bool:
-    """Whether all samples lie in the arena, or none was delivered."""
+def _inside(extents: Int64s, length: int) -> bool:
+    """Whether all samples lie in the arena, or none was delivered.
+
+    Args:
+        extents: int64 [n, 2], where each begins and how long it is [bytes].
+        length: of the arena [bytes].
+    """
+    starts = extents[:, 0]
     if starts[0] == NOT_DELIVERED:
         return bool((starts == NOT_DELIVERED).all())
-    if starts.min() < HEADER_BYTES or sizes.min() < 0 or max(starts.max(), sizes.max()) > length:
+    # A negative number is a huge one without its sign; sums of numbers up to length fit.
+    if extents.view(np.uint64).max() > length or starts.min() < HEADER_BYTES:
         return False
-    return bool((starts + sizes).max() <= length)
+    return bool(extents.sum(axis=1).max() <= length)
 
 
 def table_bytes(samples: int) -> int:

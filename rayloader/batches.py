@@ -21,7 +21,10 @@ from rayloader.receipt import Fingerprint, Hashes, name_hashes
 from rayloader.storage import Keys
 from rayloader.storage.uri import is_object
 
-_NAMES_AT_ONCE = 1024
+_FIRST_BLOCK = 256
+"""The trainer waits for these [samples]."""
+_BLOCK = 2048
+"""A block's fixed cost is that of a few hundred samples [samples]."""
 
 
 class Planned(NamedTuple):
@@ -39,6 +42,8 @@ class Planned(NamedTuple):
     """As the sizes have it."""
     nbytes: int
     """The sum of the known sizes [bytes]."""
+    largest: int
+    """The largest of the known sizes [bytes]."""
     expected: bool
     """Every size is known."""
 
@@ -93,7 +98,7 @@ def _packed(sizes: Int64s) -> npt.NDArray[np.uint32]:
 def planned(
     steps: Iterable[tuple[int, Int64s]], catalog: Catalog, sizes: Sizes, alignment: int
 ) -> Iterator[Planned]:
-    """The batches of some steps, looked at in blocks that begin small: the trainer waits.
+    """The batches of some steps, looked at in blocks, of which the first is small.
 
     Args:
         steps: the number and the entries of each step; none is empty.
@@ -101,10 +106,11 @@ def planned(
         sizes: what is known of their sizes.
         alignment: each sample begins at a multiple of this [bytes].
     """
-    steps, at_once = iter(steps), 1
-    while block := list(itertools.islice(steps, at_once)):
-        yield from _looked_at(block, catalog, sizes, alignment)
-        at_once = min(2 * at_once, max(1, _NAMES_AT_ONCE // len(block[0][1])))
+    steps, samples = iter(steps), _FIRST_BLOCK
+    for step in steps:
+        more = max(1, samples // len(step[1])) - 1
+        yield from _looked_at([step, *itertools.islice(steps, more)], catalog, sizes, alignment)
+        samples = _BLOCK
 
 
 def _looked_at(
@@ -118,7 +124,9 @@ def _looked_at(
     known = sizes.of(all_entries)
     names = Fingerprint.of_each(hashes, starts)
     layouts = arena.lay_out_each(known, starts, alignment)
-    nbytes = np.add.reduceat(np.maximum(known, 0), starts).tolist()
+    counted = np.maximum(known, 0)
+    nbytes = np.add.reduceat(counted, starts).tolist()
+    largest = np.maximum.reduceat(counted, starts).tolist()
     expected = (np.minimum.reduceat(known, starts) >= 0).tolist()
     for i, (first, last) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         step, entries = block[i]
@@ -127,5 +135,5 @@ def _looked_at(
         own = slice(first, last)
         yield Planned(
             step, entries, keys, hashes[own], names[i], known[own], layouts[i], nbytes[i],
-            expected[i],
+            largest[i], expected[i],
         )  # fmt: skip

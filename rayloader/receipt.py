@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,12 +50,17 @@ class Fingerprint(NamedTuple):
 
     def then(self, later: Fingerprint) -> Fingerprint:
         """The fingerprint of these names followed by ``later``'s."""
-        shifted = self.order * pow(_ORDER_BASE, later.names, 1 << 64)
+        shifted = self.order * _order_power(later.names)
         return Fingerprint(
             self.names + later.names,
             (self.content + later.content) & _MASK,
             (shifted + later.order) & _MASK,
         )
+
+
+@functools.lru_cache
+def _order_power(names: int) -> int:
+    return pow(_ORDER_BASE, names, 1 << 64)
 
 
 def name_hashes(blob: bytes, offsets: npt.NDArray[np.int64]) -> Hashes:

@@ -1,10 +1,13 @@
-"""Who is at the other end of a Unix socket."""
+"""Unix sockets: who is at the other end, and how to send without waiting."""
 
 from __future__ import annotations
 
 import socket
 import struct
 
+AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+"""Flags of a send that neither waits nor raises a signal; a number, since enumerations are slower
+than the call."""
 _CREDENTIALS = struct.Struct("3i")
 
 

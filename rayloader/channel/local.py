@@ -32,7 +32,7 @@ from rayloader.config import ROOM_SECONDS
 from rayloader.errors import BatchTooLarge, ChannelError, ReaderLost
 from rayloader.reader import Ended, ReaderCounts, Request, Warned
 from rayloader.receipt import Fingerprint, Skipped
-from rayloader.sockets import peer
+from rayloader.sockets import AT_ONCE, peer
 from rayloader.storage.access import Access
 from rayloader.tally import TallyPage
 
@@ -106,7 +106,7 @@ class TrainerMemory:
         if connection is None:
             return
         try:
-            connection.send(packet, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            connection.send(packet, AT_ONCE)
         except BlockingIOError:
             self._backlog.append(packet)
         except OSError:
@@ -124,7 +124,7 @@ class TrainerMemory:
         while self._backlog and self._connection is not None:
             packet = self._backlog.popleft()
             try:
-                self._connection.send(packet, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._connection.send(packet, AT_ONCE)
             except BlockingIOError:
                 self._backlog.appendleft(packet)
                 return
@@ -334,7 +334,7 @@ class LocalChannel:
         packet = pack(kind, *fields, payload=payload)
         while True:
             try:
-                self._connection.send(packet, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._connection.send(packet, AT_ONCE)
                 return
             except BlockingIOError:
                 self._wait_to_say()
@@ -378,7 +378,7 @@ class LocalChannel:
 
     def _take(self, fields: tuple[int, ...]) -> Delivery:
         generation, step, table_at, length, samples, nbytes, content, order = fields
-        names = Fingerprint(samples, content % (1 << 64), order % (1 << 64))
+        names = Fingerprint(samples, content, order)
         memory = self._memory
         try:
             table = arena.read_table(memory.memory, table_at, samples)

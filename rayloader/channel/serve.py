@@ -33,7 +33,7 @@ from rayloader.channel.wire import (
 from rayloader.config import Options
 from rayloader.errors import ChannelError, RayloaderError
 from rayloader.reader import Blocked, Outcome, Reader, Ready, Request
-from rayloader.sockets import peer
+from rayloader.sockets import AT_ONCE, peer
 from rayloader.storage.access import Access
 from rayloader.tally import Tally, TallyPage
 
@@ -203,8 +203,7 @@ class SocketLink:
         """Tell the trainer why the reader ends."""
         with contextlib.suppress(OSError):
             payload = text.encode(errors="replace")[-PAYLOAD_BYTES:]
-            flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-            self._connection.send(pack(Kind.CRASHED, payload=payload), flags)
+            self._connection.send(pack(Kind.CRASHED, payload=payload), AT_ONCE)
 
     def descriptors(self) -> list[tuple[int, int]]:
         """The socket, and the trainer's life."""
@@ -215,7 +214,7 @@ class SocketLink:
         """Take every packet there is."""
         while True:
             try:
-                length = self._connection.recv_into(self._buffer, flags=socket.MSG_DONTWAIT)
+                length = self._connection.recv_into(self._buffer, flags=AT_ONCE)
             except BlockingIOError:
                 break
             except OSError:
@@ -247,7 +246,7 @@ class SocketLink:
             self._unsent.extend(pack_outcome(generation, outcome))
         while self._unsent:
             try:
-                self._connection.send(self._unsent[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._connection.send(self._unsent[0], AT_ONCE)
             except BlockingIOError:
                 return
             except (BrokenPipeError, ConnectionResetError):

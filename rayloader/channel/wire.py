@@ -32,7 +32,9 @@ from rayloader.receipt import Skipped
 PROTOCOL_VERSION = 2
 PACKET_BYTES = 1 << 17
 PAYLOAD_BYTES = PACKET_BYTES - 1024
-FIELDS = struct.Struct("<B7x8q")
+FIELDS = struct.Struct("<B7x6q2Q")
+"""The kind, and eight whole numbers: six with a sign, and two for what fills 64 bits."""
+_NOTHING = (0,) * 8
 
 
 class Kind(enum.IntEnum):
@@ -54,10 +56,12 @@ class Kind(enum.IntEnum):
     SKIPPED = 23
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 def pack(kind: Kind, *fields: int, payload: bytes = b"") -> bytes:
     """A packet: up to eight whole numbers of 64 bits, and bytes behind them."""
-    signed = [value - (1 << 64) if value >= 1 << 63 else value for value in fields]
-    return FIELDS.pack(kind, *signed, *[0] * (8 - len(signed))) + payload
+    return FIELDS.pack(kind, *fields, *_NOTHING[len(fields) :]) + payload
 
 
 def unpack(packet: memoryview | bytes) -> tuple[Kind, tuple[int, ...], bytes]:
@@ -69,10 +73,10 @@ def unpack(packet: memoryview | bytes) -> tuple[Kind, tuple[int, ...], bytes]:
     if len(packet) < FIELDS.size:
         raise ChannelError(f"a packet of {len(packet)} bytes is too short")
     number, *fields = FIELDS.unpack_from(packet)
-    try:
-        return Kind(number), tuple(fields), bytes(packet[FIELDS.size :])
-    except ValueError:
-        raise ChannelError(f"unknown kind of packet: {number}") from None
+    kind = _KINDS.get(number)
+    if kind is None:
+        raise ChannelError(f"unknown kind of packet: {number}")
+    return kind, tuple(fields), bytes(packet[FIELDS.size :])
 
 
 def pack_request(request: Request) -> bytes:

@@ -176,6 +176,7 @@ class BulkReader(Protocol):
     def fileno(self) -> int:
         """A descriptor to poll: readable while ``collect`` has something to give.
 
+        It may become so some milliseconds late where more was asked for and is about to finish.
         Also when a discarded group has settled; ``collect`` may then give nothing.
         """
         ...

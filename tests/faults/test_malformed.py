@@ -60,7 +60,9 @@ def packets(draw, first=numbers):
     """Well-formed ones that say anything, and bytes that are none."""
     if draw(st.integers(0, 5)) == 0:
         return draw(st.binary(min_size=1, max_size=200))
-    fields = [draw(first), *draw(st.lists(numbers, max_size=7))]
+    fields = [draw(first), *draw(st.lists(numbers, max_size=5))]
+    if len(fields) == 6:
+        fields += draw(st.lists(numbers.map(lambda number: number % (1 << 64)), max_size=2))
     return pack(draw(st.sampled_from(Kind)), *fields, payload=draw(payloads))
 
 

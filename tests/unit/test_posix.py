@@ -505,6 +505,22 @@ def test_a_file_that_does_not_answer_holds_up_no_file_taken_with_it(mount, opene
     assert not reading.wait(group).failures
 
 
+def test_a_finished_group_is_told_though_those_asked_for_with_it_hang(mount, opened):
+    mount.files |= {name: content(name, 100) for name in (b"quick", b"late", b"lost", b"gone")}
+    mount.cached.add(b"quick")
+    mount.stuck |= {b"late", b"lost", b"gone"}
+    reading = opened(concurrency=64)
+    groups = [reading.measured(mount.root, [name])[0] for name in mount.files]
+    for group in groups:
+        reading.storage.fetch(group, np.array([DROP]))
+    assert not reading.wait(groups[0]).failures
+    mount.release(b"late")
+    assert reading.readable(timeout=PATIENCE)
+    assert not reading.wait(groups[1]).failures
+    mount.release(b"lost")
+    mount.release(b"gone")
+
+
 # Sizes
 
 
