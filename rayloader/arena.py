@@ -25,13 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rayloader import limits
-from rayloader.config import PAGE, POPULATED_BYTES
+from rayloader.config import PAGE, POPULATED_BYTES, READER_BYTES
 from rayloader.errors import OptionError
 
 HEADER_BYTES = PAGE
 TABLE_COLUMNS = 3
-READER_BYTES = 96 << 20
-"""What a reader's process takes for itself, with some room [bytes]."""
 NOT_DELIVERED = -1
 """Place of a sample whose bytes were dropped in the reader."""
 

@@ -37,6 +37,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rayloader.config import STATS_AT_ONCE
 from rayloader.errors import CatalogError, EmptyCatalog, OptionError, printable
 from rayloader.storage.access import Access
 from rayloader.storage.listing import PosixLister, has_magic, split_glob
@@ -67,7 +68,6 @@ _ARROW_MAGIC, _PARQUET_MAGIC = b"ARROW1", b"PAR1"
 _ENCODING, _ERRORS = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
 _CHUNK = 1 << 16
 """Keys turned into Arrow at once [keys]: bounds the Python objects alive while listing."""
-_STAT_THREADS = 64
 _STAT_ENTRIES = 256
 """Files that one thread looks up in one go, at most [files]."""
 _TICK_SECONDS, _TICK_ENTRIES = 0.1, 64
@@ -687,7 +687,7 @@ def _look_up_sizes(catalog: Catalog, ticker: Ticker) -> npt.NDArray[np.int64]:
     """int64 [n], the size of each regular file, -1 for all else [bytes]."""
     count, done = len(catalog), 0
     sizes = np.full(count, -1, np.int64)
-    step = max(1, min(_STAT_ENTRIES, count // (4 * _STAT_THREADS)))
+    step = max(1, min(_STAT_ENTRIES, count // (4 * STATS_AT_ONCE)))
     try:
         root = _Descriptor(os.open(catalog.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
     except OSError as error:
@@ -699,7 +699,7 @@ def _look_up_sizes(catalog: Catalog, ticker: Ticker) -> npt.NDArray[np.int64]:
             sizes[index] = _size(root.fd, key)
         return len(indices)
 
-    with ThreadPoolExecutor(_STAT_THREADS, "rayloader-stat") as pool:
+    with ThreadPoolExecutor(STATS_AT_ONCE, "rayloader-stat") as pool:
         for looked_up in pool.map(look_up, range(0, count, step)):
             done += looked_up
             ticker(done)

@@ -1,4 +1,9 @@
-"""The options of a reader: every bound, its unit and its default stand here and only here."""
+"""The options of a reader with their defaults, and the bounds that are no options; each has a unit.
+
+Bounds are here where somebody may meet them: time that is waited, memory and descriptors that are
+taken, requests and attempts at once. What only tunes a mechanism (a length of a loop's step, the
+size of a block, a threshold of a judgement) stands beside it, with its unit too.
+"""
 
 from __future__ import annotations
 
@@ -68,6 +73,32 @@ RAY_ADDRESS_SPACE = 2304 * MIB
 """Ray 2.60 maps so much, at the least, into a process that joins it; with less it hangs [bytes]."""
 LEAST_PROCESSES, USUAL_PROCESSES = 80, 500
 """Of a guardian, its private Ray and a reader: on two CPUs, and on many [processes and threads]."""
+READER_BYTES = 96 * MIB
+"""What a reader's process takes for itself, with some room [bytes]."""
+DESCRIPTORS_KEPT = 64
+"""Left to the rest of a reader's process by its reads [files]."""
+READS_END_SECONDS = 0.2
+"""Closing a reader waits so long for reads of files in flight [s]."""
+STATS_AT_ONCE = 64
+"""Files that are looked up at once when a catalog is to have their sizes [files]."""
+BUCKET_CONNECT_SECONDS, BUCKET_ANSWER_SECONDS = 10.0, 60.0
+"""Of requests that list a bucket or fill it: until a connection stands, and between two pieces of
+an answer [s]."""
+BUCKET_ATTEMPTS = 5
+"""How often such a request is sent [requests]."""
+RANK_LEAVE_SECONDS = 30.0
+"""A rank of ``rayloader read`` that has closed its pipe must have ended within this [s]."""
+RANK_END_SECONDS = 10.0
+"""Ranks told to end, those of a Fleet too, have this long before they are killed [s]."""
+RUN_GONE_SECONDS = 15.0
+"""Everything that a run has started must have ended this long after its ranks [s]."""
+RANK_ANSWER_SECONDS = 30.0
+"""A Fleet's consumer must answer within this [s]; it reads in another thread."""
+ALONE_READS, ALONE_SECONDS = 8, 30.0
+"""Reads that show how long one takes alone, of files spread over the catalog [reads], and how long
+they may take [s]."""
+DROP_SECONDS = 600.0
+"""Dropping all files from a node's page cache may take so long [s]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,9 +30,15 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from rayloader import limits
-from rayloader.arena import READER_BYTES
 from rayloader.catalog import Catalog, root_of_source
-from rayloader.config import MIB, OBJECT_STORE_BYTES, PAGE, RAY_ADDRESS_SPACE, USUAL_PROCESSES
+from rayloader.config import (
+    MIB,
+    OBJECT_STORE_BYTES,
+    PAGE,
+    RAY_ADDRESS_SPACE,
+    READER_BYTES,
+    USUAL_PROCESSES,
+)
 from rayloader.errors import RayloaderError, counted, printable
 from rayloader.experiment.pagecache import cached_share, forget
 from rayloader.experiment.report import version

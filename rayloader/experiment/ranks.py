@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Literal, TypeAlias, cast
 
 import rayloader
-from rayloader.config import Options
+from rayloader.config import RANK_END_SECONDS, RANK_LEAVE_SECONDS, Options
 from rayloader.errors import ClusterUnreachable, RayloaderError
 from rayloader.launch import RUN_ID, scrubbed
 
@@ -33,10 +33,6 @@ Loader: TypeAlias = Literal["rayloader", "torch-kept", "torch-respawned", "torch
 
 THREADS = "OMP_NUM_THREADS"
 """Of torch: unless the user says otherwise, all ranks together have a thread per CPU."""
-LEAVE_SECONDS = 30.0
-"""A rank that has closed its pipe must have ended within this [s]."""
-END_SECONDS = 10.0
-"""Ranks told to end have this long before they are killed [s]."""
 _STDERR_TAIL = 1500
 """Characters of a rank's own output that are shown when it dies without a word [characters]."""
 
@@ -216,10 +212,10 @@ class RankProcesses:
         return error
 
     def end(self) -> None:
-        """End every process that still runs: asked to at first, killed after ``END_SECONDS``."""
+        """End every process that still runs: asked to at first, later killed."""
         for rank in self._ranks:
             rank.ask_to_end()
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + RANK_END_SECONDS
         for rank in self._ranks:
             rank.make_end(deadline)
 
@@ -253,7 +249,7 @@ class _Rank:
             RayloaderError: it did not end by itself with status 0.
         """
         try:
-            status = self._process.wait(LEAVE_SECONDS)
+            status = self._process.wait(RANK_LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
             raise RayloaderError(
                 f"rank {self.number} has finished but does not end (process {self._process.pid})"

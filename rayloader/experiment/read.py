@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rayloader.catalog import Catalog, Source
-from rayloader.config import Options
+from rayloader.config import RUN_GONE_SECONDS, Options
 from rayloader.errors import OptionError
 from rayloader.experiment.pagecache import cached_share
 from rayloader.experiment.processes import Census
@@ -35,8 +35,6 @@ from rayloader.storage.uri import is_object
 
 PEERS: tuple[Loader, ...] = ("torch-kept", "torch-respawned", "torch-in-process")
 """The ways to run torch's DataLoader that rayloader is compared with."""
-GONE_SECONDS = 15.0
-"""Everything that a run has started must have ended this long after its ranks [s]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +316,7 @@ def _run(
                     epochs = tuple(lead.epochs)
                     results.append(LoaderResult(loader, lead.ready_at - began, cached, epochs))
     finally:
-        if not census.wait_until_gone(GONE_SECONDS):
+        if not census.wait_until_gone(RUN_GONE_SECONDS):
             watch.said(0, f"processes that were started still run: {sorted(census.living())}")
 
 

@@ -20,20 +20,17 @@ import numpy as np
 
 from rayloader import cluster
 from rayloader.catalog import Catalog
-from rayloader.config import Options
+from rayloader.config import (
+    ALONE_READS,
+    ALONE_SECONDS,
+    DROP_SECONDS,
+    RANK_END_SECONDS,
+    Options,
+)
 from rayloader.errors import ClusterError, PlacementFailed, RayloaderError, ReaderLost, chained
 from rayloader.fleet.consumer import CALLS_AT_ONCE, Consumer, SharedCatalog
 from rayloader.fleet.work import Hello
 from rayloader.launch import Launch
-
-END_SECONDS = 10.0
-"""Consumers told to end have this long before they are killed [s]."""
-ALONE_READS = 8
-"""Reads that show how long one takes alone, of files spread over the catalog [reads]."""
-ALONE_SECONDS = 30.0
-"""They may take so long [s]."""
-CACHE_SECONDS = 600.0
-"""Dropping all files from a node's page cache may take so long [s]."""
 
 
 @dataclasses.dataclass
@@ -164,9 +161,9 @@ class Crew:
             one_of_each = {member.node_id: member for member in reversed(self._members)}
             asked = [member.actor.page_cache.remote(drop) for member in one_of_each.values()]
             try:
-                shares: list[float | None] = ray.get(asked, timeout=CACHE_SECONDS)
+                shares: list[float | None] = ray.get(asked, timeout=DROP_SECONDS)
             except ray.exceptions.RayError as failure:
-                raise error_of(failure, f"within {CACHE_SECONDS:g} s") from chained(failure)
+                raise error_of(failure, f"within {DROP_SECONDS:g} s") from chained(failure)
             return shares
 
     def close(self) -> None:
@@ -288,7 +285,7 @@ def _end(members: list[Member]) -> None:
     with _awaited(members):
         with contextlib.suppress(Exception):
             closing = [member.actor.close.remote() for member in members]
-            ray.wait(closing, num_returns=len(closing), timeout=END_SECONDS)
+            ray.wait(closing, num_returns=len(closing), timeout=RANK_END_SECONDS)
         _kill(member.actor for member in members)
 
 
@@ -303,7 +300,7 @@ def _awaited(members: list[Member]) -> Iterator[None]:
                 ends.register(process, select.POLLIN)
                 running += 1
         yield
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + RANK_END_SECONDS
         while running and (left := deadline - time.monotonic()) > 0:
             for process, _ in ends.poll(left * 1e3):
                 ends.unregister(process)

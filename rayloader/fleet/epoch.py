@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
+from rayloader.config import RANK_ANSWER_SECONDS
 from rayloader.errors import (
     OptionError,
     RayloaderError,
@@ -38,8 +39,6 @@ ASKED_EVERY = 0.25
 """Time between two questions to each rank how far it is [s]; longer for many ranks."""
 ASKED_PER_SECOND = 400
 """Such questions at most, to all ranks together [1/s]."""
-ANSWER_SECONDS = 30.0
-"""A consumer must answer within this [s]; it reads in another thread."""
 ALL = 1 << 62
 """A step that no plan has."""
 _SERIALS = itertools.count()
@@ -276,11 +275,11 @@ class Epoch:
         serial = self._pieces[member.rank].serial
         called = getattr(member.actor, name).remote(serial, *arguments)
         try:
-            return ray.get(called, timeout=ANSWER_SECONDS)
+            return ray.get(called, timeout=RANK_ANSWER_SECONDS)
         except ray.exceptions.RayActorError:
             return None
         except ray.exceptions.RayError as failure:
-            raise error_of(failure, f"within {ANSWER_SECONDS:g} s") from chained(failure)
+            raise error_of(failure, f"within {RANK_ANSWER_SECONDS:g} s") from chained(failure)
 
     def _go_on(self) -> None:
         """Give what is left to the ranks that there are now to be."""
@@ -318,7 +317,7 @@ class Epoch:
             member.actor.until.remote(self._pieces[member.rank].serial, 0)
         waiting = list(self._pending)
         if waiting:
-            _, still = ray.wait(waiting, num_returns=len(waiting), timeout=ANSWER_SECONDS / 3)
+            _, still = ray.wait(waiting, num_returns=len(waiting), timeout=RANK_ANSWER_SECONDS / 3)
             for answer in still:
                 self._crew.replace(self._pending[answer])
         self._pending.clear()

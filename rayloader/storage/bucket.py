@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayloader.config import LISTINGS_AT_ONCE
+from rayloader.config import (
+    BUCKET_ANSWER_SECONDS,
+    BUCKET_ATTEMPTS,
+    BUCKET_CONNECT_SECONDS,
+    LISTINGS_AT_ONCE,
+)
 from rayloader.errors import ObjectNotFound, OptionError
 from rayloader.storage.access import Access
 from rayloader.storage.object_errors import no_credentials, of_botocore
 from rayloader.storage.uri import location, root_of, shown
-
-_CONNECT_SECONDS, _READ_SECONDS, _ATTEMPTS = 10, 60, 5
 
 
 class Bucket:
@@ -109,10 +112,10 @@ def s3_client(root: str, access: Access) -> Any:
         verify=access.ca_bundle or None,
         config=Config(
             s3={"addressing_style": "path"},
-            connect_timeout=_CONNECT_SECONDS,
-            read_timeout=_READ_SECONDS,
+            connect_timeout=BUCKET_CONNECT_SECONDS,
+            read_timeout=BUCKET_ANSWER_SECONDS,
             max_pool_connections=LISTINGS_AT_ONCE,
-            retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+            retries={"mode": "standard", "total_max_attempts": BUCKET_ATTEMPTS},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         ),

@@ -16,14 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rayloader import errors
-from rayloader.config import PAGE
+from rayloader.config import DESCRIPTORS_KEPT, PAGE, READS_END_SECONDS
 from rayloader.storage import Counters, Keys, Progress, StorageSpec
 from rayloader.storage._python import FileCode
-
-FD_RESERVE = 64
-"""Descriptors left to the rest of the process [files]."""
-CLOSE_GRACE = 0.2
-"""How long ``close`` waits for reads in flight [s]."""
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +133,7 @@ class PosixStorage:
             fd_budget=fd_budget,
         )
         # Also without close, and when the interpreter ends: threads must not outlive their owner.
-        self._end = weakref.finalize(self, self._core.close, CLOSE_GRACE)
+        self._end = weakref.finalize(self, self._core.close, READS_END_SECONDS)
 
     def fileno(self) -> int:
         """See ``BulkReader``."""
@@ -267,12 +262,12 @@ def _within_descriptors(concurrency: int) -> tuple[int, int]:
         return concurrency, 1 << 20
     # The limit is on numbers: what was opened above it, before it was lowered, takes no place.
     free = limit - sum(int(fd) < limit for fd in os.listdir("/proc/self/fd"))
-    possible = max(1, min(concurrency, free - FD_RESERVE // 4))
+    possible = max(1, min(concurrency, free - DESCRIPTORS_KEPT // 4))
     if possible < concurrency:
         _log.warning(
             "RLIMIT_NOFILE=%d: %d reads in flight instead of %d", limit, possible, concurrency
         )
-    return possible, max(0, free - possible - FD_RESERVE)
+    return possible, max(0, free - possible - DESCRIPTORS_KEPT)
 
 
 def _cpus() -> int:

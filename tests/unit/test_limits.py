@@ -3,7 +3,7 @@
 import pytest
 
 from rayloader import arena, limits
-from rayloader.config import PAGE
+from rayloader.config import PAGE, READER_BYTES
 from rayloader.errors import OptionError
 
 MIB = 1 << 20
@@ -78,7 +78,7 @@ def test_without_control_groups_nothing_limits(tmp_path):
 def test_the_ranks_of_a_node_divide_what_is_free(monkeypatch):
     monkeypatch.setattr(limits, "memory_free", lambda: 1000 * MIB)
     assert arena.affordable(800 * MIB, 1) == 800 * MIB
-    assert arena.affordable(800 * MIB, 4) == 250 * MIB - arena.READER_BYTES
+    assert arena.affordable(800 * MIB, 4) == 250 * MIB - READER_BYTES
     monkeypatch.setattr(limits, "memory_free", lambda: 0)
     assert arena.affordable(80 * MIB, 4) == 2 * PAGE
 

@@ -17,6 +17,7 @@ import pytest
 import slow_mount
 
 import rayloader.storage
+from rayloader.config import DESCRIPTORS_KEPT
 from rayloader.errors import (
     AccessDenied,
     DirectUnsupported,
@@ -28,7 +29,7 @@ from rayloader.errors import (
 )
 from rayloader.storage import DROP, SKIP, Keys, StorageSpec, open_storage
 from rayloader.storage._python import FileCode
-from rayloader.storage.posix import FD_RESERVE, cgroup_cpus, open_posix
+from rayloader.storage.posix import cgroup_cpus, open_posix
 from rayloader.testing import PATIENCE, Reading, content, packed
 
 F_SETLEASE = 1024
@@ -210,7 +211,7 @@ def write_many(root, n):
 
 def test_more_files_are_measured_ahead_than_may_be_open(root, opened, few_descriptors):
     keys = write_many(root, 400)
-    few_descriptors(FD_RESERVE + 8 + 40)
+    few_descriptors(DESCRIPTORS_KEPT + 8 + 40)
     reading = opened(concurrency=8)
     groups = [reading.ask(root, keys[i : i + 100]) for i in range(0, 400, 100)]
     sizes = {group: reading.wait(group).sizes for group in groups}
@@ -238,7 +239,7 @@ def test_files_that_had_to_be_closed_are_known_again(root, opened, few_descripto
     for key in (b"same", b"grown", b"shrunk", b"replaced", b"removed"):
         with open(root + b"/" + key, "wb") as file:
             file.write(content(key, 20_000))
-    few_descriptors(FD_RESERVE + 4)
+    few_descriptors(DESCRIPTORS_KEPT + 4)
     reading = opened(concurrency=4, part_bytes=8192)
     keys = [b"same", b"grown", b"shrunk", b"replaced", b"removed"]
     group, progress = reading.measured(root, keys)
