@@ -93,6 +93,7 @@ def contenders(setting: ObjectSetting, server: Server) -> list[Contender]:
     """All of them before one server."""
     chosen = [
         rayloader(setting, server, setting.objects),
+        rayloader(setting, server, setting.objects, "s3dlio"),
         *(s3dlio(setting, server, "get_many", calls) for calls in (1, 8)),
         s3dlio(setting, server, "get_many_async", 8),
         *(torch(setting, server, workers) for workers in (0, 2, 4)),
@@ -109,11 +110,15 @@ def contenders(setting: ObjectSetting, server: Server) -> list[Contender]:
     return chosen
 
 
-def rayloader(setting: ObjectSetting, server: Server, objects: FileSet) -> Contender:
-    """Our own, over a saved catalog."""
+def rayloader(
+    setting: ObjectSetting, server: Server, objects: FileSet, client: str = "obstore"
+) -> Contender:
+    """Our own, over a saved catalog; through s3dlio for information."""
     source = saved_catalog(setting, objects)
-    command = _command(server, "object_peers", "rayloader", source=source, batch_size=BATCH)
-    return Contender("rayloader", command, {}, "rayloader", lasting=False)
+    words = {"source": source, "batch_size": BATCH, "client": client}
+    command = _command(server, "object_peers", "rayloader", **words)
+    name = "rayloader" if client == "obstore" else f"rayloader, client={client}"
+    return Contender(name, command, {}, name, lasting=False)
 
 
 def s3dlio(setting: ObjectSetting, server: Server, form: str, calls: int) -> Contender:

@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 import numpy as np
 import torch
@@ -232,11 +232,13 @@ def ray_data(files: str, batch_size: int) -> Iterator[Peer]:
 
 
 @contextlib.contextmanager
-def rayloader(source: str, batch_size: int) -> Iterator[Peer]:
+def rayloader(
+    source: str, batch_size: int, client: Literal["auto", "obstore", "s3dlio"] = "auto"
+) -> Iterator[Peer]:
     """``RankDataset`` over a directory or a saved catalog; its rank is the launcher's."""
     from rayloader import RankDataset, shutdown
 
-    with RankDataset(source, batch_size=batch_size, shuffle=True, seed=7) as dataset:
+    with RankDataset(source, batch_size=batch_size, shuffle=True, seed=7, client=client) as dataset:
 
         def epoch(number: int, *, concurrency: int = 64) -> Iterator[Samples]:
             if dataset.concurrency != concurrency:

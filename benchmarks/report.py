@@ -87,7 +87,9 @@ def show_targets(console: Console, rows: Sequence[Row]) -> None:
 def markdown(record: dict[str, Any]) -> str:
     """What a run gave against its targets, as Markdown: where and when, and a table."""
     facts, load = record["environment"], record["load"]
-    known = [f"{name} {facts[name]}" for name in ("ray", "torch", "s3dlio") if name in facts]
+    known = [
+        f"{name} {facts[name]}" for name in ("ray", "torch", "s3dlio", "obstore") if name in facts
+    ]
     lines = [
         f"From one run of `{facts['command']}` on {facts['date']} ({facts['cpu']}, "
         f"{facts['memory']}, Linux {facts['kernel']}; Python {facts['python']}, "

@@ -173,6 +173,7 @@ class ReaderActor:
         from rayloader.reader import Reader
         from rayloader.storage import StorageSpec, open_storage
         from rayloader.storage.access import Access
+        from rayloader.storage.obstore_client import object_engine
 
         options = self._options
         storage = open_storage(
@@ -184,6 +185,7 @@ class ReaderActor:
                 direct=options.direct,
                 drop_cache=options.drop_cache,
                 engine=options.engine,
+                client=options.client,
                 ranges_bytes=options.ranges_bytes,
                 peek=True,
                 request_timeout=options.request_timeout,
@@ -199,6 +201,7 @@ class ReaderActor:
         return {
             "pid": os.getpid(),
             "engine": storage.engine,
+            "client": object_engine(options.client),
             "affinity": sorted(os.sched_getaffinity(0)),
         }
 

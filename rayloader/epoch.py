@@ -15,7 +15,7 @@ from rayloader.position import Position
 from rayloader.reader import ReaderCounts, Request
 from rayloader.receipt import Fingerprint, Receipt, latency_quantile
 from rayloader.remote import RemoteReader
-from rayloader.storage.uri import OBJECT_ENGINE, is_object
+from rayloader.storage.uri import is_object, scheme_of
 
 
 class EpochRun:
@@ -103,7 +103,8 @@ class EpochRun:
         receipt.reader_pid = remote.welcome["pid"]
         receipt.engine = remote.welcome["engine"]
         if self.names is not None and is_object(self.names.root):
-            receipt.engine = OBJECT_ENGINE
+            is_s3 = scheme_of(self.names.root) == b"s3"
+            receipt.engine = remote.welcome["client"] if is_s3 else "s3dlio"
         receipt.affinity = remote.welcome["affinity"]
         receipt.channel = remote.name
         receipt.memory_bytes = remote.memory_bytes

@@ -63,7 +63,7 @@ class RemoteReader:
         """Ceiling on reads in flight [reads]."""
         self.memory_bytes = options.memory_bytes
         """The bound on batches in memory that is in force [bytes]."""
-        self.welcome: dict[str, Any] = {"pid": 0, "engine": "", "affinity": []}
+        self.welcome: dict[str, Any] = {"pid": 0, "engine": "", "client": "", "affinity": []}
         """What the reader, or the last one, said of itself."""
         self._oom_kills: OomKills | None = None
         weakref.finalize(self, self._owned.close)

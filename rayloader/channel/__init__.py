@@ -92,7 +92,7 @@ class Channel(Protocol):
 
     name: str
     welcome: dict[str, Any]
-    """What the reader said of itself: ``pid``, ``engine``, ``affinity``."""
+    """What the reader said of itself: ``pid``, ``engine``, ``client``, ``affinity``."""
 
     def begin(self, request: Request) -> bool:
         """What comes from now on belongs to this request.

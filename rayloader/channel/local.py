@@ -325,7 +325,7 @@ class LocalChannel:
             raise ChannelError(f"the reader answered {kind.name} to HELLO")
         try:
             welcome: dict[str, Any] = json.loads(payload)
-            return {name: welcome[name] for name in ("pid", "engine", "affinity")}
+            return {name: welcome[name] for name in ("pid", "engine", "client", "affinity")}
         except (ValueError, TypeError, KeyError) as wrong:
             raise ChannelError(f"the reader's WELCOME makes no sense: {wrong!r}") from wrong
 

@@ -18,7 +18,7 @@ from rayloader.config import Options
 from rayloader.errors import ChannelError, OptionError, UsageError
 
 DEFAULT_REGION = "us-east-1"
-_AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _AWS_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _AZURE = ("AZURE_", "S3DLIO_AZURE_")
 _LEAST_SECRET = 6
@@ -71,7 +71,7 @@ class Access:
     @property
     def has_keys(self) -> bool:
         """There is a pair of keys to sign S3 requests with."""
-        return all(self.secrets.get(name) for name in _AWS_KEYS[:2])
+        return all(self.secrets.get(name) for name in AWS_KEYS[:2])
 
     @classmethod
     def found(cls, environ: Mapping[str, str], options: Options | None = None) -> Access:
@@ -82,7 +82,7 @@ class Access:
         secrets = {
             name: value
             for name, value in environ.items()
-            if value and (name in _AWS_KEYS or name.startswith(_AZURE))
+            if value and (name in AWS_KEYS or name.startswith(_AZURE))
         }
         bundle = options.ca_bundle or _first(environ, "AWS_CA_BUNDLE")
         return cls(endpoint.rstrip("/"), region, bundle, secrets)
@@ -95,7 +95,7 @@ class Access:
         """
         if self.has_keys:
             return self
-        secrets = {name: self.secrets[name] for name in self.secrets if name not in _AWS_KEYS}
+        secrets = {name: self.secrets[name] for name in self.secrets if name not in AWS_KEYS}
         return dataclasses.replace(self, secrets=secrets | _from_botocore())
 
     def environment(self) -> dict[str, str]:
@@ -153,5 +153,5 @@ def _from_botocore() -> dict[str, str]:
         raise OptionError(f"no credentials for S3: {error}") from error
     if frozen is None:
         return {}
-    values = dict(zip(_AWS_KEYS, (frozen.access_key, frozen.secret_key, frozen.token), strict=True))
+    values = dict(zip(AWS_KEYS, (frozen.access_key, frozen.secret_key, frozen.token), strict=True))
     return {name: value for name, value in values.items() if value}

@@ -1,14 +1,17 @@
-"""Objects of an S3 or Azure storage, read through s3dlio.
+"""Objects of an S3 or Azure storage, read through s3dlio, small ones through obstore.
 
 One thread runs an asyncio loop and owns everything that is under way. Each object of up to
-``part_bytes`` is one GET that s3dlio writes straight to its place in the caller's memory, with the
-size that was listed as its condition. A larger object is read as ranges, between two HEADs whose
-ETags must agree: so all ranges are of one version. Where no size is known, a small object is read
-by one range that is larger than it, which also tells its size.
+``part_bytes`` is one GET. A larger object is read as ranges, between two HEADs whose ETags must
+agree: so all ranges are of one version. Where no size is known, a small object is read by one range
+that is larger than it, which also tells its size.
 
-A call of s3dlio costs more than the copying of a few hundred kilobytes. So small objects are asked
-for a few per call, several calls at once, and copied into place, unless one by one brings more. A
-call for several fails as a whole; then its objects are read one by one, which says what is wrong.
+s3dlio writes an object straight to its place in the caller's memory, with the size that was listed
+as its condition. But a call of it costs more than the copying of a few hundred kilobytes, and more
+than twice what one of obstore's costs. So small objects are read through obstore, by a range that
+is one byte longer than they should be, and copied into place. What obstore cannot spell or does not
+tell is s3dlio's. Without obstore small objects are asked for a few per call of s3dlio, several
+calls at once, unless one by one brings more. A call for several fails as a whole; then its objects
+are read one by one, which says what is wrong.
 
 Requests are sent again here and nowhere else: s3dlio's own repetitions are turned off. How many
 are in flight is the caller's ceiling, and less while the storage throttles or does not answer.
@@ -57,10 +60,11 @@ from rayloader.storage import (
     latency_bucket,
 )
 from rayloader.storage.access import Access
-from rayloader.storage.object_errors import Failure, made, of_s3dlio
+from rayloader.storage.object_errors import Failure, made, of_obstore, of_s3dlio
+from rayloader.storage.obstore_client import ObstoreClient, open_obstore
 from rayloader.storage.pacing import Bundling, Window
 from rayloader.storage.s3dlio_client import Client, open_client
-from rayloader.storage.uri import OBJECT_ENGINE, joined
+from rayloader.storage.uri import joined
 
 CLOSE_GRACE = 0.5
 """How long ``close`` waits for requests that are being given up [s]."""
@@ -96,6 +100,14 @@ class _Kind(enum.Enum):
     def is_read(self) -> bool:
         """It brings bytes of an object."""
         return self in (_Kind.PEEK, _Kind.WHOLE, _Kind.RANGE)
+
+
+class _Way(enum.Enum):
+    """How a request is sent."""
+
+    ALONE = "by s3dlio"
+    TOGETHER = "by s3dlio, for several objects at once"
+    QUICK = "by obstore"
 
 
 class _Stage(enum.Enum):
@@ -155,8 +167,8 @@ class _Op:
     """One request, and those that repeat it."""
 
     __slots__ = (
-        "again", "alone", "began", "bundled", "first", "future", "group", "index", "kind", "late",
-        "length", "offset", "scratch", "why",
+        "again", "alone", "began", "beside", "bundled", "first", "future", "group", "index", "kind",
+        "late", "length", "offset", "scratch", "slow", "way", "why",
     )  # fmt: skip
 
     def __init__(
@@ -173,6 +185,11 @@ class _Op:
         """Not in one call with others any more."""
         self.bundled = False
         """In one call with others now."""
+        self.way = _Way.ALONE
+        self.slow = False
+        """Not by obstore any more."""
+        self.beside = 0
+        """Of the memory for what is to be copied into place, what it takes now [bytes]."""
         self.first = 0.0
         """When it was first sent; all moments are of ``time.perf_counter`` [s]."""
         self.began = 0.0
@@ -188,25 +205,32 @@ def open_objects(spec: StorageSpec) -> ObjectStorage:
     """Open the storage of ``s3://`` and ``az://`` objects.
 
     Raises:
-        OptionError: s3dlio is not installed.
+        OptionError: s3dlio is not installed, or obstore is not and was asked for.
         UsageError: this process has used s3dlio for somebody else already, or was forked from one
             that had used it.
     """
     access = spec.access if spec.access is not None else Access()
-    access = access.with_keys() if spec.scheme == "s3" else access
-    return ObjectStorage(spec, access, open_client(access))
+    if spec.scheme != "s3":
+        return ObjectStorage(spec, access, open_client(access))
+    access = access.with_keys()
+    client, quick = open_client(access), None
+    if spec.client != "s3dlio":
+        quick = open_obstore(access, required=spec.client == "obstore")
+    return ObjectStorage(spec, access, client, quick)
 
 
 class ObjectStorage:
     """A ``BulkReader`` of objects. Roots and keys are as ``rayloader.storage.uri`` has them."""
 
-    engine = OBJECT_ENGINE
-
-    def __init__(self, spec: StorageSpec, access: Access, client: Client) -> None:
-        """Read through ``client``; the thread starts now."""
+    def __init__(
+        self, spec: StorageSpec, access: Access, client: Client, quick: ObstoreClient | None = None
+    ) -> None:
+        """Read through ``client``, and what is small through ``quick``; the thread starts now."""
+        self.engine = "s3dlio" if quick is None else "obstore"
         self._spec = spec
         self._access = access
         self._client = client
+        self._quick = quick
         self._pid = os.getpid()
         self._closed = False
         self._memory: memoryview | None = None
@@ -226,10 +250,9 @@ class ObjectStorage:
         self._queue: deque[_Op] = deque()
         self._window = Window(spec.concurrency)
         self._bundling = Bundling()
-        self._peeks = 0
-        """Peeks in flight."""
-        self._peeked_bytes = 0
-        """Held until they are fetched, of all groups [bytes]."""
+        self._beside = 0
+        """Beside the attached memory, in flight to be copied there, or peeked at and held until it
+        is fetched; within ``ranges_bytes`` [bytes]."""
         self._may_be_small = True
         """The last object of unknown size was one that a peek gets whole."""
         self._answered = False
@@ -495,7 +518,7 @@ class ObjectStorage:
     @property
     def _range_bytes(self) -> int:
         """What one request may bring to be copied into place [bytes]."""
-        each = self._spec.ranges_bytes // self._window.ceiling
+        each = self._spec.ranges_bytes // max(2, self._window.ceiling)
         return max(PAGE, each // PAGE * PAGE)
 
     @property
@@ -505,10 +528,20 @@ class ObjectStorage:
 
     def _may_peek(self) -> bool:
         spec = self._spec
-        held = self._peeked_bytes + (self._peeks + 1) * self._peek_bytes
         return (
-            spec.peek and spec.scheme == "s3" and self._may_be_small and held <= spec.ranges_bytes
+            spec.peek
+            and spec.scheme == "s3"
+            and self._may_be_small
+            and self._has_room_for(self._peek_bytes, self._range_bytes)
         )
+
+    def _has_room_for(self, length: int, reserve: int) -> bool:
+        """Whether so much may arrive beside the attached memory [bytes].
+
+        What is no range can be had otherwise, and leaves room for one: so ranges go on, however
+        much has been peeked at and waits until somebody fetches it.
+        """
+        return self._beside + length + reserve <= self._spec.ranges_bytes
 
     def _put_peeked(self, group: _Group) -> None:
         """Put what measuring has brought into its places."""
@@ -523,7 +556,7 @@ class ObjectStorage:
             self._stopped_running(group)
 
     def _forget_peeked(self, group: _Group) -> None:
-        self._peeked_bytes -= sum(map(len, group.peeked.values()))
+        self._beside -= sum(map(len, group.peeked.values()))
         group.peeked.clear()
 
     def _set_ceiling(self, concurrency: int) -> None:
@@ -533,13 +566,15 @@ class ObjectStorage:
     def _pump(self, *, linger: bool = True) -> None:
         """Send what the window has room for."""
         while self._queue and self._room > 0 and not self._closed:
-            several = self._per_call(self._queue[0])
+            op = self._queue[0]
+            if op.kind is _Kind.RANGE and self._in_flight and not self._has_room_for(op.length, 0):
+                break  # until another has been put into place
+            self._choose(op)
+            several = self._per_call(op)
             if linger and self._room < min(several, len(self._queue)):
                 self._linger()
                 break
-            op = self._queue.popleft()
-            if op.kind is _Kind.PEEK and not self._may_peek():
-                op.kind = _Kind.HEAD
+            self._queue.popleft()
             if op.index in op.group.failures:
                 self._part_done(op)  # another range of it has failed
             elif self._enter(op):
@@ -581,7 +616,7 @@ class ObjectStorage:
             op.began = time.perf_counter()
             op.first = op.first or op.began
             self._in_flight[op] = None
-        self._peeks += op.kind is _Kind.PEEK
+        self._beside += op.beside
         if op.kind.is_read:
             self._reading += 1
             self._peak = max(self._peak, self._reading)
@@ -589,29 +624,52 @@ class ObjectStorage:
             self._metadata_ops += 1
         return True
 
+    def _choose(self, op: _Op) -> None:
+        """How to send it now: what it is for, by whom, and whether its bytes arrive beside."""
+        if op.kind is _Kind.PEEK and not self._may_peek():
+            op.kind = _Kind.HEAD
+        copied = op.kind in (_Kind.PEEK, _Kind.RANGE) or self._may_be_copied(op)
+        if (
+            copied
+            and not op.slow
+            and self._quick is not None
+            and self._quick.spells(self._name(op))
+        ):
+            op.way = _Way.QUICK
+        elif op.kind is _Kind.WHOLE and copied and not op.alone and self._client.can_bundle:
+            op.way = _Way.TOGETHER
+        else:
+            op.way = _Way.ALONE
+        is_placed = op.kind is _Kind.WHOLE and op.way is _Way.ALONE
+        op.beside = op.length if copied and not is_placed else 0
+
+    def _may_be_copied(self, op: _Op) -> bool:
+        """It is a whole object, small, and there is room for it beside the attached memory."""
+        return (
+            op.kind is _Kind.WHOLE
+            and 0 < op.length <= self._range_bytes
+            and self._has_room_for(op.length, self._range_bytes)
+        )
+
     def _per_call(self, op: _Op) -> int:
         """How many objects to ask for in one call that begins with this."""
-        if not (self._client.can_bundle and self._is_small(op)):
-            return 1
-        return self._bundling.per_call(self._window.limit)
+        return self._bundling.per_call(self._window.limit) if op.way is _Way.TOGETHER else 1
 
     def _companions(self, wanted: int) -> list[_Op]:
         """So many more objects for the same call, as far as there are; they are in flight."""
         found: list[_Op] = []
         while len(found) < wanted and self._queue and self._room > 0:
-            if not self._is_small(self._queue[0]):
+            companion = self._queue[0]
+            self._choose(companion)
+            if companion.way is not _Way.TOGETHER:
                 break
-            companion = self._queue.popleft()
+            self._queue.popleft()
             if self._enter(companion):
                 found.append(companion)
         return found
 
-    def _is_small(self, op: _Op) -> bool:
-        """It may be asked for together with others; what failed once is asked for alone."""
-        return op.kind is _Kind.WHOLE and not op.alone and op.length <= self._range_bytes
-
     def _send_bundle(self, ops: list[_Op]) -> None:
-        uris = [self._uri(op) for op in ops]
+        uris = [self._client.uri(self._name(op)) for op in ops]
         future = self._promised(lambda: self._client.get_many(uris))
         for op in ops:
             op.future, op.bundled = future, True
@@ -632,7 +690,11 @@ class ObjectStorage:
             return future
 
     def _call(self, op: _Op) -> Any:
-        uri, client = self._uri(op), self._client
+        if op.way is _Way.QUICK:
+            assert self._quick is not None
+            one_more = op.kind is _Kind.WHOLE  # which shows whether it ends there
+            return self._quick.get(self._name(op), op.offset, op.length + one_more)
+        uri, client = self._client.uri(self._name(op)), self._client
         if op.kind is _Kind.WHOLE:
             return client.get_into(uri, self._target(op), op.length)
         if op.kind in (_Kind.PEEK, _Kind.RANGE):
@@ -641,8 +703,9 @@ class ObjectStorage:
             return client.get_into(uri, memoryview(bytearray(1)), 1)
         return client.head(uri)
 
-    def _uri(self, op: _Op) -> str:
-        return self._client.uri(joined(op.group.root, op.group.keys.key(op.index)).decode())
+    def _name(self, op: _Op) -> str:
+        """The object's whole URI."""
+        return joined(op.group.root, op.group.keys.key(op.index)).decode()
 
     def _target(self, op: _Op) -> memoryview:
         """Where the bytes of a whole object go."""
@@ -675,10 +738,33 @@ class ObjectStorage:
     def _ended(self, op: _Op, future: asyncio.Future[Any]) -> None:
         now = time.perf_counter()
         result, failure = self._outcome(op, future)
+        if op.way is _Way.QUICK and self._is_unclear(op, result, failure):
+            self._ask_s3dlio(op, failure, now)
+            self._pump()
+            return
         if failure is None and op.kind is _Kind.RANGE:
             failure = self._store(op, result)
+        elif failure is None and op.kind is _Kind.WHOLE and op.way is _Way.QUICK:
+            failure, result = self._store(op, result), op.length
         self._conclude(op, result, failure, now)
         self._pump()
+
+    def _is_unclear(self, op: _Op, view: Any, failure: Failure | None) -> bool:
+        """What obstore brought leaves a question: how large the object is, or what it holds."""
+        if failure is not None:
+            return isinstance(failure.error, RangeIgnored)
+        has_grown = op.kind is _Kind.WHOLE and len(view) > op.length
+        return has_grown and op.group.listed[op.index] >= 0
+
+    def _ask_s3dlio(self, op: _Op, failure: Failure | None, now: float) -> None:
+        """Send it again, another way."""
+        if failure is not None and isinstance(failure.error, RangeIgnored):
+            _log.debug("no object is read through obstore any more: %s", failure.error)
+            self._quick = None
+        self._leave(op, now)
+        self._answered = op.slow = True
+        self._retries += 1
+        self._queue.appendleft(op)
 
     def _bundle_ended(self, ops: list[_Op], uris: list[str], future: asyncio.Future[Any]) -> None:
         now = time.perf_counter()
@@ -725,7 +811,7 @@ class ObjectStorage:
     def _leave(self, op: _Op, now: float) -> None:
         """Count a request as no longer in flight."""
         op.future = None
-        self._peeks -= op.kind is _Kind.PEEK
+        self._beside -= op.beside
         if op.kind.is_read:
             self._reading -= 1
             self._reads += 1
@@ -753,7 +839,13 @@ class ObjectStorage:
             return future.result(), None
         actual = getattr(error, "actual", None)
         if actual is None:
-            return None, of_s3dlio(name, self._uri(op), error, self._access)
+            if op.way is _Way.QUICK:
+                failure = of_obstore(name, error, self._access)
+                begins = op.kind is not _Kind.WHOLE or failure.passes
+                if isinstance(failure.error, Truncated) and not begins:
+                    failure = Failure(self._other_size(op, 0), passes=False)
+                return None, failure
+            return None, of_s3dlio(name, self._client.uri(self._name(op)), error, self._access)
         if op.kind is _Kind.ASK or (actual > op.length and op.group.listed[op.index] < 0):
             return actual, None
         return None, Failure(self._other_size(op, actual), passes=False)
@@ -819,7 +911,7 @@ class ObjectStorage:
             return
         group.sizes[i] = len(data)
         group.peeked[i] = data
-        self._peeked_bytes += len(data)
+        self._beside += len(data)
         self._object_done(group)
 
     def _measure_by_head(self, op: _Op) -> None:

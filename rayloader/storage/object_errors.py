@@ -5,7 +5,10 @@ s3dlio raises ``RuntimeError`` with text, in two forms::
     s3 throttled: status 503, code SlowDown: S3 GET for s3://b/k failed: service error: SlowDown (m)
     GET range for s3://b/k failed: dispatch failure (… tcp connect error: Connection refused …) — …
 
-botocore raises classes with S3's error code inside. Both end in the same table of codes.
+obstore raises classes, which say less than their text: a line with the object's name, and below it
+how Rust shows the error, ``inner: Status { status: 503, body: Some("<Error><Code>SlowDown…") }`` on
+several lines. botocore raises classes with S3's error code inside. All end in the same table of
+codes.
 """
 
 from __future__ import annotations
@@ -72,13 +75,14 @@ _TRANSPORT: tuple[tuple[re.Pattern[str], Kind, str], ...] = (
     (re.compile(r"connection refused", re.I), errors.Unreachable, "connection refused"),
     (re.compile(r"dns error|name resolution|lookup", re.I), errors.Unreachable, "no such host"),
     (re.compile(r"minimum throughput"), errors.TimedOut, "the server stopped sending"),
+    (re.compile(r"\bTimedOut\b"), errors.TimedOut, "no answer in time"),
     (re.compile(r"request timed out|operation timed out"), errors.TimedOut, "no answer in time"),
     (re.compile(r"before message length|partially received|\bbody\b", re.I), errors.Truncated,
      "the connection ended before the object did"),
     (re.compile(r"connection closed|reset|SendRequest|unreachable|I/O error|broken pipe", re.I),
      errors.Unreachable, "the connection broke"),
 )  # fmt: skip
-"""What happened on the way, by s3dlio's words; the first that is found."""
+"""What happened on the way, by s3dlio's or obstore's words; the first that is found."""
 
 _URL = re.compile(r"for url \(\S*\)")
 _STATUS = re.compile(r"\bstatus (\d{3})\b|\bHTTP (\d{3})\b")
@@ -111,6 +115,36 @@ def of_s3dlio(key: str, uri: str, error: BaseException, access: Access) -> Failu
     status = _first(_STATUS, str(error).replace(uri, "it"))
     code = _first(_CODE, words)
     return _failure(key, code, int(status or 0), words, access)
+
+
+def of_obstore(key: str, error: BaseException, access: Access) -> Failure:
+    """What a failed call of obstore means.
+
+    Args:
+        key: the object's name as the user knows it.
+        error: what the call raised.
+        access: where it was sent, and what must not be repeated.
+    """
+    first, _, shown = str(error).partition("\n\nDebug source:\n")
+    if _NOT_PARTIAL.search(shown):
+        words = "the server sent the whole object where a range was asked for"
+        return Failure(made(errors.RangeIgnored, key, words, access), passes=False)
+    # The object's name is in lines before this one, or quoted within a line.
+    inner = _INNER.search(shown)
+    shown = shown[inner.end() :] if inner else shown
+    if status := _STATUS_LINE.match(shown):
+        code = _first(_CODE_ELEMENT, shown)
+        return _failure(key, code, int(status[1]), "", access)
+    if inner is None and not _HTTP.search(shown):
+        return Failure(made(StorageError, key, access.blotted(first)[:_DETAIL], access), False)
+    return _failure(key, "", 0, " ".join(shown.split()), access)
+
+
+_NOT_PARTIAL = re.compile(r"^ *source: NotPartial\b", re.M)
+_INNER = re.compile(r"^ *inner: ", re.M)
+_HTTP = re.compile(r"^ *source: HttpError\b", re.M)
+_STATUS_LINE = re.compile(r"Status \{\s*status: (\d{3})\b")
+_CODE_ELEMENT = re.compile(r"<Code>(\w+)</Code>")
 
 
 def of_botocore(key: str, error: Exception, access: Access) -> StorageError:
@@ -190,7 +224,8 @@ _DETAIL = 300
 
 def _innermost(words: str) -> str:
     """The last link of a chain of causes: what the TLS library says."""
-    return words.rpartition("client error (Connect): ")[2].rstrip(") ")
+    said = words.rpartition("client error (Connect): ")[2].rpartition(" error: ")[2]
+    return said.rstrip("), }").replace("( ", " ")
 
 
 def _first(pattern: re.Pattern[str], words: str) -> str:

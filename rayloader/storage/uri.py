@@ -13,8 +13,6 @@ from rayloader.errors import CatalogError, printable
 
 OBJECT_SCHEMES = (b"s3", b"az")
 """Served by the object storage."""
-OBJECT_ENGINE = "s3dlio"
-"""… as its receipts name it."""
 FILE_SCHEMES = (b"file", b"direct")
 """Other names for paths of this machine; ``direct`` asks for O_DIRECT."""
 _GOOGLE = (

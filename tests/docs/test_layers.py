@@ -22,6 +22,7 @@ FOREIGN = {
     "click": {"cli"},
     "rich": {"experiment", "fleet", "cli"},
     "s3dlio": {"storage"},
+    "obstore": {"storage"},
     "botocore": {"storage"},
 }
 MODULES = [path for path in PACKAGE.rglob("*.py*") if path.suffix in (".py", ".pyi")]

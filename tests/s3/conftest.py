@@ -15,6 +15,7 @@ from tests.s3.proxy import Proxy
 from tests.s3.reading import Objects, opened
 from tests.s3.servers import Nginx, Rclone, SeaweedFS, credentials
 
+CLIENTS = ("obstore", "s3dlio")
 _LOGS = []
 
 
@@ -126,30 +127,37 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(scope="session")
 def first_use(session_proxy, s3):
-    """s3dlio's own threads and connections, which live as long as the process.
+    """The clients' own threads and connections, which live as long as the process.
 
-    What its first use leaves in the environment is taken back, but for its own settings, some of
-    which it reads again at every call.
+    What s3dlio's first use leaves in the environment is taken back, but for its own settings, some
+    of which it reads again at every call.
     """
     for i in range(64):
         s3.put_object(Bucket="ready", Key=f"first/{i}", Body=b"x")
     before = dict(os.environ)
     os.environ.update(credentials(session_proxy.endpoint))
-    storage = opened()
-    Reading(storage, 1 << 19).read(b"s3://ready/first", [b"%d" % i for i in range(64)])
-    storage.close()
+    for client in CLIENTS:
+        storage = opened(client=client)
+        Reading(storage, 1 << 19).read(b"s3://ready/first", [b"%d" % i for i in range(64)])
+        storage.close()
     for name in [name for name in os.environ if not name.startswith("S3DLIO_")]:
         del os.environ[name]
     os.environ.update(before)
 
 
+@pytest.fixture(params=CLIENTS)
+def client(request):
+    """What reads small objects."""
+    return request.param
+
+
 @pytest.fixture
-def objects(first_use, proxy, folder):
+def objects(first_use, proxy, folder, client):
     """``objects(**spec)``: the test's prefix, read by a storage of its own."""
     storages = []
 
     def open_one(where=folder, endpoint=None, **spec):
-        storages.append(opened(endpoint, **spec))
+        storages.append(opened(endpoint, **{"client": client, **spec}))
         return Objects(storages[-1], where)
 
     yield open_one

@@ -14,9 +14,9 @@ class FolderSite:
 
     any_name = False
 
-    def __init__(self, folder):
+    def __init__(self, folder, client):
         self.root = f"s3://{folder}".encode()
-        self._folder = folder
+        self._folder, self._client = folder, client
 
     def put(self, key, data):
         self._folder.put(key.decode(), data)
@@ -27,7 +27,7 @@ class FolderSite:
         self._folder.delete(key.decode())
 
     def open(self, **spec):
-        return opened(**spec)
+        return opened(client=self._client, **spec)
 
 
 class SlowSite:
@@ -70,8 +70,8 @@ class SlowSite:
 
 class TestObjects(BulkReaderContract):
     @pytest.fixture
-    def site(self, first_use, proxy, folder):
-        return FolderSite(folder)
+    def site(self, first_use, proxy, folder, client):
+        return FolderSite(folder, client)
 
 
 class TestObjectsOnSlowServer(SlowBulkReaderContract):
@@ -138,7 +138,7 @@ def test_a_peek_that_shows_a_large_object_is_the_last(proxy, hundred, objects):
     assert len(proxy.seen("HEAD")) == 100
 
 
-PEEKS_OF_4096 = {"ranges_bytes": 8192, "concurrency": 1}
+PEEKS_OF_4096 = {"ranges_bytes": 12288, "concurrency": 1}
 
 
 def test_what_is_held_until_it_is_fetched_is_bounded_and_given_back(proxy, folder, objects):
@@ -158,6 +158,40 @@ def test_what_is_held_until_it_is_fetched_is_bounded_and_given_back(proxy, folde
             assert [one.at(place, 1000) for place in places] == [content(k, 1000) for k in keys]
         else:
             one.storage.discard(group)
+
+
+def test_what_was_peeked_at_and_the_ranges_of_others_are_within_one_bound(proxy, folder, objects):
+    keys = [b"%d" % i for i in range(40)]
+    for key in keys:
+        folder.put(key.decode(), content(key, 3000))
+    body = content("large", 25 * 8192)
+    folder.put("large", body)
+    one = objects(peek=True, concurrency=16, part_bytes=16384, ranges_bytes=16 * 8192)
+    group, progress = one.measured(one.root, keys)
+    assert progress.sizes.tolist() == [3000] * 40
+    held = 3000 * len(proxy.seen("GET"))
+    assert held > 100_000
+    proxy.latency = 0.01
+    for allowed in ((16 * 8192 - held) // 8192, 16):
+        proxy.forget()
+        assert one.get([b"large"], [len(body)]) == ({0: body}, {})
+        assert proxy.peak == allowed
+        if allowed < 16:
+            one.storage.discard(group)
+
+
+def test_while_much_is_held_small_objects_go_straight_to_their_places(proxy, folder, objects):
+    for i in range(40):
+        folder.put(f"{i}", content(f"{i}", 3000))
+    one = objects(peek=True, concurrency=16, ranges_bytes=16 * 8192)
+    one.measured(one.root, [b"%d" % i for i in range(40)])
+    proxy.forget()
+    proxy.latency = 0.05
+    read, failures = one.get([b"%d" % i for i in range(40)], [3000] * 40)
+    assert failures == {}
+    assert [read[i] for i in range(40)] == [content(f"{i}", 3000) for i in range(40)]
+    assert proxy.peak == 16
+    assert len(proxy.seen()) == 40
 
 
 @pytest.mark.parametrize("concurrency", [64, 5, 1])
@@ -237,6 +271,21 @@ def test_the_same_object_many_times_and_others_among_them(folder, objects):
     read, failures = objects().get(keys, [sizes[key] for key in keys])
     assert failures == {}
     assert [read[i] for i in range(len(keys))] == [content(key, sizes[key]) for key in keys]
+
+
+def test_a_server_that_sends_the_whole_object_for_a_range_of_all_of_it(rclone, objects):
+    """rclone does; obstore takes it for a failure."""
+    folder = rclone.files / "wholes"
+    folder.mkdir(exist_ok=True)
+    keys = [b"w%d" % i for i in range(200)]
+    for key in keys:
+        (folder / key.decode()).write_bytes(content(key, SIZE))
+    one = objects("wholes", rclone.endpoint, peek=True)
+    read, failures = one.get(keys, [SIZE] * 200)
+    assert failures == {}
+    assert [read[i] for i in range(200)] == [content(key, SIZE) for key in keys]
+    assert one.storage.counters().retries <= 64, "those that were in flight when it showed"
+    assert one.get(keys[:5]) == ({i: content(keys[i], SIZE) for i in range(5)}, {})
 
 
 @pytest.mark.slow

@@ -151,6 +151,7 @@ def test_what_hangs_once_is_read_the_second_time(proxy, it, objects, what):
     assert one.storage.counters().retries == 1
 
 
+@pytest.mark.parametrize("client", ["s3dlio"], indirect=True)
 def test_an_object_that_hangs_keeps_those_of_its_call_waiting_for_a_moment_only(proxy, it, objects):
     keys = [b"h%d" % i for i in range(8)]
     for key in keys:
@@ -281,6 +282,7 @@ def test_throttling_slows_down_and_ends_nothing(proxy, refusing):
     assert max(entry.in_flight for entry in proxy.seen() if entry.began > last) < 64
 
 
+@pytest.mark.parametrize("client", ["s3dlio"], indirect=True)
 def test_what_was_in_one_call_with_a_refused_request_is_asked_for_once_more_at_most(
     proxy, refusing
 ):

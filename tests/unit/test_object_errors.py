@@ -1,4 +1,4 @@
-"""What s3dlio and botocore say, as typed errors. The words are theirs, taken from real calls."""
+"""What s3dlio, obstore and botocore say, as typed errors. The words are from real calls."""
 
 import pickle
 
@@ -7,7 +7,7 @@ import pytest
 
 from rayloader import errors
 from rayloader.storage.access import Access
-from rayloader.storage.object_errors import of_botocore, of_s3dlio
+from rayloader.storage.object_errors import of_botocore, of_obstore, of_s3dlio
 
 ACCESS = Access("http://127.0.0.1:9000", "us-east-1")
 URI = "s3://b/k"
@@ -105,6 +105,106 @@ def test_words_of_s3dlio_become_one_class(words, kind, passes):
     assert "AWS_CA_BUNDLE" not in str(error), "advice is rayloader's own"
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.endpoint) == (kind, str(error), error.endpoint)
+
+
+def shown(inner, name="k"):
+    """How obstore shows what a request met."""
+    return (
+        f"Generic S3 error: Error performing GET http://127.0.0.1:9000/b/{name} in 1.1ms - words"
+        "\n\n"
+        'Debug source:\nGeneric {\n    store: "S3",\n    source: RetryError(\n'
+        "        RetryErrorImpl {\n            method: GET,\n            uri: Some(\n"
+        f"                http://127.0.0.1:9000/b/{name},\n            ),\n"
+        "            retries: 0,\n            max_retries: 0,\n            elapsed: 1.1ms,\n"
+        f"            retry_timeout: 86400s,\n            inner: {inner},\n        }},\n    ),\n}}"
+    )
+
+
+def status(number, code=""):
+    body = f"<Error><Code>{code}</Code><Key>k</Key></Error>" if code else ""
+    return (
+        f"Status {{\n                status: {number},\n                body: Some(\n"
+        f'                    "<?xml version=\\"1.0\\"?>\\n{body}",\n'
+        "                ),\n            }"
+    )
+
+
+def connect(*words):
+    return (
+        "Http(\n                HttpError {\n                    kind: Connect,\n"
+        "                    source: reqwest::Error {\n                        kind: Request,\n"
+        "                        source: hyper_util::client::legacy::Error(\n"
+        + "".join(f"                            {word}\n" for word in words)
+        + "                        ),\n                    },\n                },\n            )"
+    )
+
+
+def broken_body(*words):
+    return (
+        "Generic S3 error: HTTP error: request or response body error\n\nDebug source:\n"
+        'Generic {\n    store: "S3",\n    source: HttpError {\n        kind: Interrupted,\n'
+        "        source: reqwest::Error {\n            kind: Body,\n"
+        "            source: hyper::Error(\n                Body,\n"
+        + "".join(f"                {word}\n" for word in words)
+        + "            ),\n        },\n    },\n}"
+    )
+
+
+SAID_BY_OBSTORE = [
+    (shown(status(404, "NoSuchKey")), errors.ObjectNotFound, False),
+    (shown(status(404, "NoSuchBucket")), errors.BucketNotFound, False),
+    (shown(status(404)), errors.ObjectNotFound, False),
+    (shown(status(403, "AccessDenied")), errors.AccessDenied, False),
+    (shown(status(403, "SignatureDoesNotMatch")), errors.CredentialsRejected, False),
+    (shown(status(400, "ExpiredToken")), errors.CredentialsExpired, False),
+    (shown(status(416, "InvalidRange")), errors.Truncated, False),
+    (shown(status(503, "SlowDown")), errors.Throttled, True),
+    (shown(status(503)), errors.Throttled, True),
+    (shown(status(500, "InternalError")), errors.ServerFailure, True),
+    (shown(status(502)), errors.ServerFailure, True),
+    (shown(status(400, "SomethingNew")), errors.StorageError, False),
+    (shown("BareRedirect"), errors.StorageError, False),
+    (shown(connect("Connect,", '"tcp connect error",', "kind: ConnectionRefused,",
+                   'message: "Connection refused",')), errors.Unreachable, True),
+    (shown(connect("Connect,", '"dns error",', 'error: "failed to lookup address information"')),
+     errors.Unreachable, True),
+    (shown(connect("SendRequest,", "Io,", 'message: "Connection reset by peer",')),
+     errors.Unreachable, True),
+    (shown(connect("Connect,", "error: InvalidCertificate(", "    UnknownIssuer,", "),")),
+     errors.TlsFailure, False),
+    (shown("Http(\n HttpError {\n kind: Timeout,\n source: TimedOut,\n },\n)"), errors.TimedOut,
+     True),
+    (broken_body("kind: UnexpectedEof,", "error: IncompleteBody,"), errors.Truncated, True),
+    (broken_body("kind: ConnectionReset,"), errors.Truncated, True),
+    ('Generic S3 error: Received non-partial response when range requested\n\nDebug source:\n'
+     'Generic {\n    store: "S3",\n    source: NotPartial,\n}', errors.RangeIgnored, False),
+    ("something that nobody has seen before", errors.StorageError, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "kind", "passes"), SAID_BY_OBSTORE)
+def test_words_of_obstore_become_one_class(words, kind, passes):
+    error, may_pass = of_obstore("k", RuntimeError(words), ACCESS)
+    assert type(error) is kind
+    assert may_pass == passes
+    assert error.endpoint == "http://127.0.0.1:9000"
+    assert str(error).startswith("k: ")
+    assert str(error).endswith("(http://127.0.0.1:9000)")
+    assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("key", ["SlowDown", "certificate.pem", "status: 503", "<Code>SlowDown"])
+def test_what_an_object_is_called_decides_nothing_of_obstores_words(key):
+    for inner, kind in ((status(500), errors.ServerFailure), ("BareRedirect", errors.StorageError)):
+        assert type(of_obstore(key, RuntimeError(shown(inner, key)), ACCESS).error) is kind
+
+
+def test_what_obstore_was_told_is_shown_with_its_status_and_code():
+    error, _ = of_obstore("k", RuntimeError(shown(status(503, "SlowDown"))), ACCESS)
+    assert str(error) == "k: throttled: 503 SlowDown (http://127.0.0.1:9000)"
+    words = shown(connect("Connect,", "error: InvalidCertificate(", "    UnknownIssuer,", "),"))
+    error, _ = of_obstore("k", RuntimeError(words), ACCESS)
+    assert "InvalidCertificate UnknownIssuer" in str(error)
 
 
 @pytest.mark.parametrize(
