@@ -167,7 +167,7 @@ def versions(args: Any) -> dict[str, str]:
         "torch": str(torch.__version__),
         "numpy": np.__version__,
         "dlio_benchmark": _dlio_version(args),
-        **{name: found for name in ("s3dlio",) if (found := _installed(name))},
+        **{name: found for name in ("s3dlio", "obstore") if (found := _installed(name))},
     }
 
 
