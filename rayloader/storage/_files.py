@@ -17,6 +17,7 @@ import numpy as np
 
 from rayloader.config import DESCRIPTOR_SECONDS, PAGE
 from rayloader.storage import DROP, LATENCY_BUCKETS, SKIP, latency_bucket
+from rayloader.storage._calls import Stage
 
 STALE_RETRIES = 2
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -43,15 +44,6 @@ class Direct(enum.IntEnum):
     NO = 0
     DEMANDED = 1
     PREFERRED = 2
-
-
-class Stage(enum.Enum):
-    """MEASURING → MEASURED → FETCHING → FETCHED."""
-
-    MEASURING = 1
-    MEASURED = 2
-    FETCHING = 3
-    FETCHED = 4
 
 
 class Failed(Exception):

@@ -25,7 +25,8 @@ import numpy as np
 from rayloader.config import PAGE
 from rayloader.errors import UsageError
 from rayloader.storage import DROP, SKIP
-from rayloader.storage._files import Direct, Failed, FileCode, Files, Group, Stage, Tally
+from rayloader.storage._calls import Stage
+from rayloader.storage._files import Direct, Failed, FileCode, Files, Group, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import heapq
 import itertools
 import math
@@ -35,6 +34,14 @@ from rayloader.storage import (
     Progress,
     StorageSpec,
     latency_bucket,
+)
+from rayloader.storage._calls import (
+    Stage,
+    attachable,
+    fetchable,
+    require_places,
+    require_unused,
+    require_usable,
 )
 
 _NO_SUCH_FILE = 2
@@ -85,22 +92,13 @@ class MemoryLister:
                 yield name[len(below) :], len(data)
 
 
-class _Stage(enum.Enum):
-    """MEASURING → MEASURED → FETCHING → FETCHED."""
-
-    MEASURING = 1
-    MEASURED = 2
-    FETCHING = 3
-    FETCHED = 4
-
-
 class _Group:
     def __init__(self, number: int, root: bytes, keys: Keys) -> None:
         self.number = number
         self.keys = keys
         self.n = keys.n
         self.names = [os.path.join(root, keys.key(i)) for i in range(keys.n)]
-        self.stage = _Stage.MEASURING
+        self.stage = Stage.MEASURING
         self.sizes = [-1] * keys.n
         self.places = [SKIP] * keys.n
         self.failures: dict[int, StorageError] = {}
@@ -115,7 +113,7 @@ class _Group:
         """Objects that have been read from: all ranges come from the same bytes."""
 
     def progress(self) -> Progress:
-        fetched = self.stage is _Stage.FETCHED
+        fetched = self.stage is Stage.FETCHED
         sizes = np.array(self.sizes, np.int64)
         sizes[list(self.failures)] = -1
         if fetched:
@@ -201,18 +199,12 @@ class MemoryStorage:
     def attach(self, memory: memoryview) -> None:
         """See ``BulkReader``."""
         self._check()
-        if self._memory is not None:
-            raise UsageError("memory is attached already")
-        view = memoryview(memory).cast("B")
-        if view.readonly:
-            raise BufferError("the memory is not writable")
-        self._memory = view
+        self._memory = attachable(self._memory, memory)
 
     def measure(self, group: int, root: bytes, keys: Keys) -> None:
         """See ``BulkReader``."""
         self._check()
-        if group in self._groups:
-            raise UsageError(f"group {group} is in use")
+        require_unused(group, self._groups)
         new = _Group(group, root, keys)
         now = time.perf_counter()
         with self._changed:
@@ -222,16 +214,11 @@ class MemoryStorage:
     def fetch(self, group: int, places: npt.NDArray[np.int64]) -> None:
         """See ``BulkReader``."""
         self._check()
-        known = self._groups.get(group)
-        if known is None or known.stage is not _Stage.MEASURED or group in self._done:
-            raise UsageError(f"group {group} is not a measured one")
-        if len(places) != known.n:
-            raise UsageError(f"group {group} has another number of objects")
-        for i, place in enumerate(places.tolist()):
-            self._check_place(known, i, place)
+        known = fetchable(group, self._groups, self._done)
+        wanted = self._places(known, places)
         with self._changed:
-            known.places = places.tolist()
-            known.stage = _Stage.FETCHING
+            known.places = wanted
+            known.stage = Stage.FETCHING
             self._submit(known, list(self._ranges(known)))
 
     def read(
@@ -244,17 +231,14 @@ class MemoryStorage:
     ) -> None:
         """See ``BulkReader``."""
         self._check()
-        if group in self._groups:
-            raise UsageError(f"group {group} is in use")
+        require_unused(group, self._groups)
         new = _Group(group, root, keys)
         if not len(sizes) == len(places) == new.n:
             raise UsageError("a group has as many sizes and places as names")
         new.sizes = sizes.tolist()
         new.expected = True
-        for i, place in enumerate(places.tolist()):
-            self._check_place(new, i, place)
-        new.places = places.tolist()
-        new.stage = _Stage.FETCHING
+        new.places = self._places(new, places)
+        new.stage = Stage.FETCHING
         with self._changed:
             self._groups[group] = new
             self._submit(new, list(self._ranges(new)))
@@ -288,7 +272,7 @@ class MemoryStorage:
         with self._changed:
             done, self._done = self._done, {}
             for number, group in done.items():
-                if group.stage is _Stage.FETCHED:
+                if group.stage is Stage.FETCHED:
                     del self._groups[number]
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event)
@@ -358,24 +342,11 @@ class MemoryStorage:
     # ---- in the owner's thread
 
     def _check(self) -> None:
-        if self._closed:
-            raise UsageError("the storage is closed")
-        if self._pid != os.getpid():
-            raise UsageError(
-                "the storage belongs to the process that opened it, not to a forked child"
-            )
+        require_usable(self._closed, self._pid)
 
-    def _check_place(self, group: _Group, i: int, place: int) -> None:
-        if place == SKIP or (place == DROP and group.sizes[i] >= 0):
-            return
-        page = PAGE if self._spec.direct else 1
-        room = -(-group.sizes[i] // page) * page
+    def _places(self, group: _Group, places: npt.NDArray[np.int64]) -> list[int]:
         memory = len(self._memory) if self._memory is not None else 0
-        if group.sizes[i] < 0 or place < 0 or place % page or place + room > memory:
-            raise UsageError(
-                f"object {i} of group {group.number} cannot be read there: it was not measured, "
-                "or the place is not aligned or leaves no room"
-            )
+        return require_places(group, places, memory, bool(self._spec.direct))
 
     def _ranges(self, group: _Group) -> Iterator[_Op]:
         now = time.perf_counter()
@@ -496,8 +467,8 @@ class MemoryStorage:
         return os.fsdecode(op.group.keys.key(op.index))
 
     def _complete(self, group: _Group) -> None:
-        measured = group.stage is _Stage.MEASURING
-        group.stage = _Stage.MEASURED if measured else _Stage.FETCHED
+        measured = group.stage is Stage.MEASURING
+        group.stage = Stage.MEASURED if measured else Stage.FETCHED
         self._done[group.number] = group
         self._signal()
 

@@ -59,6 +59,14 @@ from rayloader.storage import (
     StorageSpec,
     latency_bucket,
 )
+from rayloader.storage._calls import (
+    Stage,
+    attachable,
+    fetchable,
+    require_places,
+    require_unused,
+    require_usable,
+)
 from rayloader.storage.access import Access
 from rayloader.storage.object_errors import Failure, made, of_obstore, of_s3dlio
 from rayloader.storage.obstore_client import ObstoreClient, open_obstore
@@ -110,15 +118,6 @@ class _Way(enum.Enum):
     QUICK = "by obstore"
 
 
-class _Stage(enum.Enum):
-    """MEASURING → MEASURED → FETCHING → FETCHED."""
-
-    MEASURING = 1
-    MEASURED = 2
-    FETCHING = 3
-    FETCHED = 4
-
-
 class _Version(NamedTuple):
     """What tells one object from another under the same key."""
 
@@ -134,7 +133,7 @@ class _Group:
         self.root = root
         self.keys = keys
         self.n = keys.n
-        self.stage = _Stage.MEASURING
+        self.stage = Stage.MEASURING
         self.listed = [-1] * keys.n if sizes is None else sizes.tolist()
         self.sizes: list[int] = list(self.listed)
         self.places = [SKIP] * keys.n
@@ -157,7 +156,7 @@ class _Group:
     def progress(self) -> Progress:
         sizes = np.array(self.sizes, np.int64)
         sizes[list(self.failures)] = -1
-        if self.stage is _Stage.FETCHED:
+        if self.stage is Stage.FETCHED:
             sizes[np.array(self.places, np.int64) == SKIP] = -1
         failures, self.failures = self.failures, {}
         return Progress(self.number, sizes, failures)
@@ -287,35 +286,22 @@ class ObjectStorage:
     def attach(self, memory: memoryview) -> None:
         """See ``BulkReader``."""
         self._check()
-        if self._memory is not None:
-            raise UsageError("memory is attached already")
-        view = memoryview(memory).cast("B")
-        if view.readonly:
-            raise BufferError("the memory is not writable")
-        self._memory = view
+        view = self._memory = attachable(self._memory, memory)
         self._bytes = np.frombuffer(view, np.uint8)
 
     def measure(self, group: int, root: bytes, keys: Keys) -> None:
         """See ``BulkReader``. One HEAD for each object; with ``peek`` one GET, if it is small."""
         self._check()
-        if group in self._groups:
-            raise UsageError(f"group {group} is in use")
+        require_unused(group, self._groups)
         new = self._groups[group] = _Group(group, root, keys, None)
         self._loop.call_soon_threadsafe(self._begin_measure, new)
 
     def fetch(self, group: int, places: npt.NDArray[np.int64]) -> None:
         """See ``BulkReader``."""
         self._check()
-        known = self._groups.get(group)
-        if known is None or known.stage is not _Stage.MEASURED or group in self._done:
-            raise UsageError(f"group {group} is not a measured one")
-        if len(places) != known.n:
-            raise UsageError(f"group {group} has another number of objects")
-        wanted = places.tolist()
-        for i, place in enumerate(wanted):
-            self._check_place(known, i, place)
-        known.places = wanted
-        known.stage = _Stage.FETCHING
+        known = fetchable(group, self._groups, self._done)
+        known.places = self._places(known, places)
+        known.stage = Stage.FETCHING
         self._loop.call_soon_threadsafe(self._begin_fetch, known)
 
     def read(
@@ -328,16 +314,12 @@ class ObjectStorage:
     ) -> None:
         """See ``BulkReader``. No HEAD: an object that was listed otherwise fails."""
         self._check()
-        if group in self._groups:
-            raise UsageError(f"group {group} is in use")
+        require_unused(group, self._groups)
         if not len(sizes) == len(places) == keys.n:
             raise UsageError("a group has as many sizes and places as names")
         new = _Group(group, root, keys, sizes)
-        wanted = places.tolist()
-        for i, place in enumerate(wanted):
-            self._check_place(new, i, place)
-        new.places = wanted
-        new.stage = _Stage.FETCHING
+        new.places = self._places(new, places)
+        new.stage = Stage.FETCHING
         self._groups[group] = new
         self._loop.call_soon_threadsafe(self._begin_read, new)
 
@@ -372,7 +354,7 @@ class ObjectStorage:
         with self._lock:
             done, self._done = self._done, {}
             for number, group in done.items():
-                if group.stage is _Stage.FETCHED:
+                if group.stage is Stage.FETCHED:
                     del self._groups[number]
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event)
@@ -430,24 +412,10 @@ class ObjectStorage:
                 self._memory.release()
 
     def _check(self) -> None:
-        if self._closed:
-            raise UsageError("the storage is closed")
-        if self._pid != os.getpid():
-            raise UsageError(
-                "the storage belongs to the process that opened it, not to a forked child"
-            )
+        require_usable(self._closed, self._pid)
 
-    def _check_place(self, group: _Group, i: int, place: int) -> None:
-        size = group.sizes[i]
-        if place == SKIP or (place == DROP and size >= 0):
-            return
-        page = PAGE if self._spec.direct else 1
-        room = -(-size // page) * page
-        if size < 0 or place < 0 or place % page or place + room > len(self._bytes):
-            raise UsageError(
-                f"object {i} of group {group.number} cannot be read there: it was not measured, "
-                "or the place is not aligned or leaves no room"
-            )
+    def _places(self, group: _Group, places: npt.NDArray[np.int64]) -> list[int]:
+        return require_places(group, places, len(self._bytes), bool(self._spec.direct))
 
     # ---- in the loop's thread
 
@@ -470,7 +438,7 @@ class ObjectStorage:
     def _refuse(self, group: _Group) -> None:
         """Let what cannot be asked for fail at once."""
         for i in range(group.n):
-            if group.stage is _Stage.FETCHING and group.places[i] == SKIP:
+            if group.stage is Stage.FETCHING and group.places[i] == SKIP:
                 continue
             if self._spec.direct is True:
                 group.failures[i] = DirectUnsupported(
@@ -1034,11 +1002,11 @@ class ObjectStorage:
             self._complete(group)
 
     def _complete(self, group: _Group) -> None:
-        measured = group.stage is _Stage.MEASURING
+        measured = group.stage is Stage.MEASURING
         with self._lock:
             if group.discarded:
                 return
-            group.stage = _Stage.MEASURED if measured else _Stage.FETCHED
+            group.stage = Stage.MEASURED if measured else Stage.FETCHED
             self._done[group.number] = group
             self._signal()
 
