@@ -79,6 +79,11 @@ DESCRIPTORS_KEPT = 64
 """Left to the rest of a reader's process by its reads [files]."""
 READS_END_SECONDS = 0.2
 """Closing a reader waits so long for reads of files in flight [s]."""
+REQUESTS_END_SECONDS = 0.5
+"""The same for requests of objects, which are given up [s]."""
+FIRST_ANSWER_SECONDS = 5.0
+"""An object storage that has never answered is asked no longer than this: it is the wrong address
+[s]."""
 STATS_AT_ONCE = 64
 """Files that are looked up at once when a catalog is to have their sizes [files]."""
 BUCKET_CONNECT_SECONDS, BUCKET_ANSWER_SECONDS = 10.0, 60.0

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rayloader.config import PAGE
+from rayloader.config import FIRST_ANSWER_SECONDS, PAGE, REQUESTS_END_SECONDS
 from rayloader.errors import (
     DirectUnsupported,
     ObjectNotFound,
@@ -74,10 +74,6 @@ from rayloader.storage.pacing import Bundling, Window
 from rayloader.storage.s3dlio_client import Client, open_client
 from rayloader.storage.uri import joined
 
-CLOSE_GRACE = 0.5
-"""How long ``close`` waits for requests that are being given up [s]."""
-FIRST_ANSWER_SECONDS = 5.0
-"""A storage that has never answered is asked no longer than this: it is the wrong address [s]."""
 _TICK_SECONDS = 0.1
 """Between two looks for requests that take too long [s]."""
 _LINGER_SECONDS = 0.002
@@ -1058,10 +1054,10 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 def _shut_down(
     loop: asyncio.AbstractEventLoop, thread: threading.Thread, in_flight: dict[_Op, None], pid: int
 ) -> None:
-    """Give up what is in flight and end the thread; after ``CLOSE_GRACE``, leave it behind."""
+    """Give up what is in flight and end the thread; one that hangs is left behind."""
     if pid != os.getpid() or not thread.is_alive():
         return
-    deadline = time.monotonic() + CLOSE_GRACE
+    deadline = time.monotonic() + REQUESTS_END_SECONDS
 
     def stop_when_idle() -> None:
         if in_flight and time.monotonic() < deadline:
@@ -1076,7 +1072,7 @@ def _shut_down(
         stop_when_idle()
 
     loop.call_soon_threadsafe(give_up)
-    thread.join(2 * CLOSE_GRACE)
+    thread.join(2 * REQUESTS_END_SECONDS)
 
 
 def _remember_defect(
