@@ -6,7 +6,7 @@ decided and saw, on the machine's monotonic clock:
 
 - ``assigned``: after each ``reconfigure``, the samples of this rank for training and evaluation;
 - ``start_train``, ``end_train``, ``start_eval``, ``end_eval``, with the batches in between and the
-  times of the first and the last;
+  times of the first, the second and the last;
 - ``processes``: everything alive that bears the test's mark, at the first batch and at the end of
   each epoch's training (rank 0 only), with the CPUs of each thread;
 
@@ -128,7 +128,8 @@ def watch_stats(module):
             result = original(self, epoch, *rest)
             times = batches[kind]
             note(f"rank-{self.my_rank}", event=name, epoch=epoch, batches=len(times),
-                 first=times[0] if times else None, last=times[-1] if times else None)  # fmt: skip
+                 first=times[0] if times else None, second=times[1] if times[1:] else None,
+                 last=times[-1] if times else None)  # fmt: skip
             if kind == "train" and self.my_rank == 0:
                 note("processes", epoch=epoch, moment="end", alive=alive())
             return result
