@@ -18,12 +18,11 @@ With ``BENCH_DLIO_COLD`` every rank drops the page cache before each epoch's clo
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.util
 import json
 import os
-import sys
 import time
+
+from benchmarks.after_import import after_import
 
 NOTES = os.environ.get("BENCH_DLIO_NOTES")
 COLD = os.environ.get("BENCH_DLIO_COLD")
@@ -159,24 +158,5 @@ if REMEDY:
     CHANGED["dlio_benchmark.data_loader.torch_data_loader"] = REMEDIES[REMEDY]
 
 
-class Changer(importlib.abc.MetaPathFinder):
-    """Changes modules as they are imported."""
-
-    def find_spec(self, name, path=None, target=None):
-        """The module's own spec, with our change after it."""
-        change = CHANGED.pop(name, None)
-        if change is None:
-            return None
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            change(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
 if CHANGED:
-    sys.meta_path.insert(0, Changer())
+    after_import(CHANGED)

@@ -19,12 +19,13 @@ every start, 5 s of CPU on each rank, and uses it for workloads of tensorflow on
 
 import contextlib
 import importlib
-import importlib.abc
 import importlib.util
 import json
 import os
 import sys
 import time
+
+from benchmarks.after_import import after_import
 
 WHERE = os.environ.get("DLIO_WITNESS")
 MARK = "TEST_CENSUS={}".format(os.environ.get("TEST_CENSUS", ""))
@@ -196,26 +197,8 @@ WATCHED = {
 }
 
 
-class Watcher(importlib.abc.MetaPathFinder):
-    """Adds to modules of DLIO when they are imported."""
-
-    def find_spec(self, name, path=None, target=None):
-        act = WATCHED.pop(name, None)
-        if act is None:
-            return None
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            act(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
 if Tensorflow.__spec__:
     sys.modules["tensorflow"] = Tensorflow()
 if WHERE:
     watch_processes()
-    sys.meta_path.insert(0, Watcher())
+    after_import(WATCHED)
