@@ -21,6 +21,8 @@ from rayloader.storage.access import AWS_KEYS, Access
 
 _UNSPEAKABLE = re.compile(r"//|/$|[\x00-\x1f\x7f]")
 """In what follows ``s3://``: obstore would fold or refuse it."""
+_ANOTHER_AMAZON = re.compile(r"cn-|[a-z]+-iso")
+"""Regions whose S3 is not below ``amazonaws.com``, which is all that obstore knows."""
 _log = logging.getLogger(__name__)
 
 
@@ -77,7 +79,7 @@ _kept: tuple[int, Access, ObstoreClient] | None = None
 
 
 def open_obstore(access: Access, *, required: bool) -> ObstoreClient | None:
-    """The client of an access, or ``None`` where s3dlio must do: it has no keys, or says no.
+    """The client of an access, or ``None`` where s3dlio must do: it has no keys, say.
 
     Args:
         access: where requests go, and in whose name.
@@ -91,7 +93,8 @@ def open_obstore(access: Access, *, required: bool) -> ObstoreClient | None:
         if required:
             raise OptionError("client='obstore' needs obstore: pip install obstore")
         return None
-    if not access.has_keys:
+    elsewhere = not access.endpoint and _ANOTHER_AMAZON.match(access.region_in_force)
+    if elsewhere or not access.has_keys:
         return None
     import obstore
     import obstore.store

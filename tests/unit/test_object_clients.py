@@ -42,6 +42,23 @@ def test_without_keys_and_with_a_bundle_that_is_none_the_reading_is_s3dlios(tmp_
         assert open_obstore(access, required=True) is None
 
 
+@pytest.mark.parametrize(
+    ("region", "known"),
+    [
+        ("us-west-2", True),
+        ("us-gov-west-1", True),
+        ("", True),
+        ("cn-north-1", False),
+        ("us-iso-east-1", False),
+        ("eu-isoe-west-1", False),
+    ],
+)
+def test_amazons_regions_that_obstore_cannot_find_are_s3dlios(region, known):
+    assert (open_obstore(Access("", region, secrets=KEYS), required=True) is not None) is known
+    own = Access("http://127.0.0.1:9000", region, secrets=KEYS)
+    assert open_obstore(own, required=True) is not None
+
+
 def test_where_obstore_is_not_installed_the_reading_is_s3dlios(monkeypatch):
     assert [object_engine(name) for name in ("auto", "obstore", "s3dlio")] == [
         "obstore", "obstore", "s3dlio",
