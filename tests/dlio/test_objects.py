@@ -24,7 +24,7 @@ from tests.s3.servers import ACCESS, REGION, SECRET, SeaweedFS, credentials
 
 EPOCHS, BATCH, BATCH_EVAL = 3, 4, 2
 FILES, FILES_EVAL = 28, 6
-STEPS = {"train": 3, "valid": 1}
+ALL_STEPS = {"train": 3, "valid": 1}
 """Of one rank in an epoch: 14 objects in batches of 4, and 3 in batches of 2."""
 FOLDER, FORM = "data", "npz"
 EACH = [(part, epoch, rank) for part in KIND for epoch in range(1, EPOCHS + 1) for rank in (0, 1)]
@@ -42,6 +42,7 @@ class Way:
         dataset: of the section of that name.
         uris: DLIO stores an object by its whole URI.
         told: the witness tells DLIO the names.
+        total: ``total_training_steps``.
         apart: each rank asks an endpoint of its own.
     """
 
@@ -50,6 +51,7 @@ class Way:
     dataset: dict = dataclasses.field(default_factory=dict)
     uris: bool = False
     told: bool = False
+    total: int = -1
     apart: bool = False
 
     @property
@@ -63,7 +65,7 @@ S3DLIO, TORCH, MINIO = (
 UNLISTED = {"skip_listing": True, "listing_validation_interval": 10}
 UNSEEN = {**UNLISTED, "listing_validation_interval": 0}
 WAYS = {
-    "environment": Way("2.0.0", told=True),
+    "environment": Way("2.0.0", told=True, total=2),
     "environment, fork": Way("fork", dataset=UNLISTED),
     "s3dlio": Way("fork", S3DLIO),
     "s3dlio, unlisted": Way("fork", S3DLIO, UNLISTED),
@@ -170,7 +172,7 @@ def prepare(dlio, way, endpoints):
                  **way.dataset},
         reader={"batch_size": BATCH, "batch_size_eval": BATCH_EVAL, "read_threads": 2,
                 "prefetch_size": 2, "file_shuffle": "seed", "sample_shuffle": "seed"},
-        train={"epochs": EPOCHS},
+        train={"epochs": EPOCHS, "total_training_steps": way.total},
         evaluation={"eval_time": 0.001},
     )  # fmt: skip
     return environ
@@ -183,12 +185,14 @@ class Served:
         finished: the run.
         reads: GETs of objects, by the ranks that asked there: ``[(ranks, requests)]``.
         others: all other requests.
+        steps: of one rank in an epoch, by part.
         root: what all keys of DLIO's are below, as rayloader names them.
     """
 
     def __init__(self, finished, seen, way, sizes):
         self.finished = finished
         self.root = f"s3://{way.bucket}/" * (2 if way.uris else 1)
+        self.steps = {**ALL_STEPS, "train": way.total} if way.total > 0 else ALL_STEPS
         self._bucket = way.bucket
         self._sizes = sizes
         self.reads, self.others = [], []
@@ -200,7 +204,7 @@ class Served:
     def assigned(self, part, epoch, rank):
         """What the steps of an epoch need, in DLIO's order: keys of the bucket as DLIO has them."""
         noted = self.finished.noted(rank, "assigned", epoch)[KIND[part]]
-        needed = STEPS[part] * (BATCH if part == "train" else BATCH_EVAL)
+        needed = self.steps[part] * (BATCH if part == "train" else BATCH_EVAL)
         return [in_bucket(path, self._bucket) for path, _ in noted[:needed]]
 
     def span(self, part, epoch):
@@ -260,6 +264,7 @@ def test_the_records_tell_the_same(run):
         record, wanted = receipts[key], run.assigned(*key)
         expected = fingerprint([f"{run.root}{name}" for name in wanted])
         assert record["storage"] == "s3"
+        assert record["steps_yielded"] == run.steps[key[0]]
         assert record["files_read"] == len(wanted)
         assert record["read_hash"] == record["assigned_hash"] == expected.content
         assert record["order_hash"] == record["assigned_order_hash"] == expected.order

@@ -20,7 +20,7 @@ def lists():
     is_fork = kind_of(os.environ.get("RAYLOADER_DLIO")) == "fork"
     missing = pytest.mark.skipif(not is_fork, reason=f"skip_listing {NEEDS['fork']}")
     return [
-        pytest.param({}, id="listed"),
+        pytest.param({}, id="listed", marks=pytest.mark.slow),
         pytest.param(UNLISTED, id="unlisted", marks=missing),
     ]
 
