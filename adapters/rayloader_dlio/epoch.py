@@ -98,6 +98,8 @@ class Epoch:
         excluded_first = int(getattr(session.args, "metric_exclude_start_steps", 0))
         excluded_last = int(getattr(session.args, "metric_exclude_end_steps", 0))
         arrived = 0
+        if not here.steps:
+            self._hash(files)
         for step in range(here.steps):
             asked = time.perf_counter() if step else called
             if step == excluded_first:
@@ -125,10 +127,14 @@ class Epoch:
         if session.left_at is not None:
             self.gap_ours = session.spent + now - called
             self.gap_dlio = max(0.0, now - session.left_at - self.gap_ours)
+        self._hash(files)
+
+    def _hash(self, files: Catalog) -> None:
+        """Have digests made of what is read, and of what is not."""
         assert self.share is not None
-        self.hashes = session.hashed(files)
+        self.hashes = self.session.hashed(files)
         if self.share.rest:
-            self.all_hashes = session.hashed(Catalog.of_files(self.share.rest))
+            self.all_hashes = self.session.hashed(Catalog.of_files(self.share.rest))
 
     def _count_excluded(self) -> None:
         """What has been read before the first step that DLIO's AU counts [bytes].
@@ -184,6 +190,8 @@ def _whose(epoch: Epoch) -> dict[str, Any]:
         "part": "train" if epoch.train else "valid",
         "epoch": epoch.number,
         "reading": epoch.receipt["epoch"],
+        "rank": launch.rank,
+        "world_size": launch.world_size,
         "local_rank": launch.local_rank,
         "local_world_size": launch.local_world_size,
         "host": run.host,
@@ -205,6 +213,9 @@ def _assigned(epoch: Epoch, share: Share) -> dict[str, Any]:
         "files_assigned": len(share.files) + len(share.rest),
         "files_read": epoch.receipt["files"],
         "files_remainder": len(share.rest),
+        # The reader has no digests of an epoch without steps.
+        "read_hash": epoch.receipt["read_hash"] or f"{0:016x}",
+        "order_hash": epoch.receipt["order_hash"] or f"{0:016x}",
         "assigned_hash": f"{read.content:016x}",
         "assigned_order_hash": f"{read.order:016x}",
         "share_hash": f"{(read.content + rest.content) % (1 << 64):016x}",

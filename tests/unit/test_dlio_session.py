@@ -210,6 +210,22 @@ def test_the_claims_of_a_whole_run_hold_and_a_second_run_begins_anew(tmp_path, c
     assert (found.ranks, found.epochs, found.records) == (1, 2, 2)
 
 
+def test_the_claims_of_epochs_without_a_step_hold_too(tmp_path):
+    """As where DLIO 3 trims the files to none."""
+    it = a_run(tmp_path, batch_size=TRAIN + 1, do_eval=False)
+    try:
+        for _ in range(2):
+            it.epoch()
+        for record in it.records():
+            assert (record["rank"], record["world_size"], record["files_read"]) == (0, 1, 0)
+            assert record["read_hash"] == record["assigned_hash"]
+            assert record["files_remainder"] == TRAIN
+    finally:
+        it.session.close()
+    found = audit(it.folder)
+    assert found.holds, found.findings
+
+
 def test_a_batch_that_might_not_fit_is_refused_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYLOADER_MEMORY_BYTES", "1M")
     with pytest.raises(OptionError, match=r"a batch can take .*deliver=false"):
