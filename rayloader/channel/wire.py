@@ -29,7 +29,7 @@ from rayloader.plan import EpochPlan, Shard
 from rayloader.reader import Blocked, Ended, Failed, Outcome, Ready, Request, Warned
 from rayloader.receipt import Skipped
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 PACKET_BYTES = 1 << 17
 PAYLOAD_BYTES = PACKET_BYTES - 1024
 FIELDS = struct.Struct("<B7x6q2Q")

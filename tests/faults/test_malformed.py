@@ -177,7 +177,7 @@ class Impostor:
         self.address = self.listener.getsockname()[1:].decode()
         self.words = words
         self.greeting = greeting or pack(
-            Kind.WELCOME, payload=b'{"pid": 1, "engine": "", "affinity": []}'
+            Kind.WELCOME, payload=b'{"pid": 1, "engine": "", "client": "", "affinity": []}'
         )
         self.thread = threading.Thread(target=self.speak)
         self.thread.start()
