@@ -311,7 +311,8 @@ def _process(hello: Hello) -> int:
     """A pidfd of a consumer's process on this host; -1 where there is none."""
     with contextlib.suppress(OSError):
         process = os.pidfd_open(hello.pid)
-        # Asked of what the pidfd holds: in a namespace of its own, ids here mean others.
+        # Asked once the pidfd holds it. On another host, or in a namespace of its own, the id means
+        # another process here.
         if hello.host == platform.node() and _is_ray(f"/proc/{hello.pid}"):
             return process
         os.close(process)
