@@ -54,7 +54,7 @@ docs: $(VENV)/.installed-test
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	rm -f rayloader/storage/_native*.so
+	rm -f rayloader/storage/*.so
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -173,9 +173,10 @@ class ReaderActor:
         from rayloader.reader import Reader
         from rayloader.storage import StorageSpec, open_storage
         from rayloader.storage.access import Access
-        from rayloader.storage.obstore_client import object_engine
+        from rayloader.storage.object import object_engine
 
         options = self._options
+        access = access if access is not None else Access.found(os.environ, options)
         storage = open_storage(
             StorageSpec(
                 scheme=_scheme(catalog),
@@ -190,7 +191,7 @@ class ReaderActor:
                 peek=True,
                 request_timeout=options.request_timeout,
                 retry_seconds=options.retry_seconds,
-                access=access if access is not None else Access.found(os.environ, options),
+                access=access,
             )
         )
         storage.attach(memory)
@@ -201,7 +202,7 @@ class ReaderActor:
         return {
             "pid": os.getpid(),
             "engine": storage.engine,
-            "client": object_engine(options.client),
+            "client": object_engine(options.client, access),
             "affinity": sorted(os.sched_getaffinity(0)),
         }
 

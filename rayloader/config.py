@@ -167,9 +167,10 @@ class Options:
     ca_bundle: str | None = None
     """File of the certificate authorities that endpoints are checked against, on the reader's
     node; ``None``: as AWS_CA_BUNDLE says, else the system's."""
-    client: Literal["auto", "obstore", "s3dlio"] = "auto"
-    """What reads small S3 objects and ranges; everything else is s3dlio's. ``auto``: obstore
-    where it is installed, which takes about half of the CPU time."""
+    client: Literal["auto", "http", "obstore", "s3dlio"] = "auto"
+    """What reads S3 objects and ranges; everything else is s3dlio's. ``auto``: from an endpoint of
+    ``http://`` rayloader's own client, which takes the least CPU time, else obstore where it is
+    installed, for small ones."""
     request_timeout: float = 60.0
     """An object request that has not ended by then, also one that trickles, is sent again [s]."""
     retry_seconds: float = 120.0

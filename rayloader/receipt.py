@@ -163,7 +163,7 @@ class Receipt:
     reader_pid: int = 0
     """Process of the reader."""
     engine: str = ""
-    """What read: ``native`` or ``python`` files, ``obstore`` or ``s3dlio`` objects."""
+    """What read: ``native`` or ``python`` files, ``http``, ``obstore`` or ``s3dlio`` objects."""
     channel: str = ""
     """What delivered: ``local`` (shared memory) or ``ray``."""
     bytes_before_clock: int = 0

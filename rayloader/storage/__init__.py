@@ -81,8 +81,8 @@ class StorageSpec:
     ranges_bytes: int = 64 << 20
     """Object storage: bound on what arrives beside the attached memory and has not yet been put
     into place: ranges, small objects, and what was peeked at [bytes]."""
-    client: Literal["auto", "obstore", "s3dlio"] = "auto"
-    """S3: what reads small objects and ranges; ``auto``: obstore where it is installed."""
+    client: Literal["auto", "http", "obstore", "s3dlio"] = "auto"
+    """S3: what reads objects and ranges; see ``Options``."""
     peek: bool = False
     """S3: learn the size of a small object by reading it, so that one request does for both. What
     was read when it was measured is what ``fetch`` gives, and is held until then, beside the
@@ -173,7 +173,7 @@ class BulkReader(Protocol):
     """
 
     engine: str
-    """Named on the receipt: ``native``, ``python``, ``memory``, ``obstore`` …"""
+    """Named on the receipt: ``native``, ``python``, ``memory``, ``http`` …"""
 
     def fileno(self) -> int:
         """A descriptor to poll: readable while ``collect`` has something to give.

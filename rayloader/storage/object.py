@@ -40,6 +40,7 @@ from rayloader.config import FIRST_ANSWER_SECONDS, PAGE, REQUESTS_END_SECONDS
 from rayloader.errors import (
     DirectUnsupported,
     ObjectNotFound,
+    OptionError,
     RangeIgnored,
     Replaced,
     StorageError,
@@ -68,8 +69,10 @@ from rayloader.storage._calls import (
     require_usable,
 )
 from rayloader.storage.access import Access
-from rayloader.storage.object_errors import Failure, made, of_obstore, of_s3dlio
-from rayloader.storage.obstore_client import ObstoreClient, open_obstore
+from rayloader.storage.callers import Call, Callers
+from rayloader.storage.http_client import Found, HttpClient, Unspoken, reaches
+from rayloader.storage.object_errors import Failure, made, of_http, of_obstore, of_s3dlio
+from rayloader.storage.obstore_client import ObstoreClient, is_installed, open_obstore
 from rayloader.storage.pacing import Bundling, Window
 from rayloader.storage.s3dlio_client import Client, open_client
 from rayloader.storage.uri import joined
@@ -112,6 +115,7 @@ class _Way(enum.Enum):
     ALONE = "by s3dlio"
     TOGETHER = "by s3dlio, for several objects at once"
     QUICK = "by obstore"
+    STRAIGHT = "by rayloader's own client, straight into place"
 
 
 class _Version(NamedTuple):
@@ -163,7 +167,7 @@ class _Op:
 
     __slots__ = (
         "again", "alone", "began", "beside", "bundled", "first", "future", "group", "index", "kind",
-        "late", "length", "offset", "scratch", "slow", "way", "why",
+        "late", "length", "name", "offset", "scratch", "slow", "way", "why",
     )  # fmt: skip
 
     def __init__(
@@ -172,6 +176,8 @@ class _Op:
         self.group = group
         self.index = index
         self.kind = kind
+        self.name = joined(group.root, group.keys.key(index)).decode()
+        """The object's whole URI."""
         self.offset = offset
         self.length = length
         self.again = 0
@@ -182,7 +188,7 @@ class _Op:
         """In one call with others now."""
         self.way = _Way.ALONE
         self.slow = False
-        """Not by obstore any more."""
+        """By nobody but s3dlio any more."""
         self.beside = 0
         """Of the memory for what is to be copied into place, what it takes now [bytes]."""
         self.first = 0.0
@@ -190,10 +196,22 @@ class _Op:
         self.began = 0.0
         self.late = False
         """It was given up because it took too long."""
-        self.future: asyncio.Future[Any] | None = None
+        self.future: asyncio.Future[Any] | Call | None = None
         self.scratch: npt.NDArray[np.uint8] | None = None
         self.why: StorageError | None = None
         """Of ASK: what there is to say if the answer says nothing."""
+
+
+def _in_turn(method: Callable[..., None]) -> Callable[..., None]:
+    """Whoever calls it has the storage's turn meanwhile."""
+
+    @functools.wraps(method)
+    def in_turn(self: ObjectStorage, *arguments: Any, **more: Any) -> None:
+        with self._turn:
+            method(self, *arguments, **more)
+        self._look_back()
+
+    return in_turn
 
 
 def open_objects(spec: StorageSpec) -> ObjectStorage:
@@ -208,24 +226,48 @@ def open_objects(spec: StorageSpec) -> ObjectStorage:
     if spec.scheme != "s3":
         return ObjectStorage(spec, access, open_client(access))
     access = access.with_keys()
-    client, quick = open_client(access), None
+    client = open_client(access)
+    if object_engine(spec.client, access) == "http":
+        return ObjectStorage(spec, access, client, straight=HttpClient(access))
+    if spec.client == "http":
+        raise OptionError(
+            f"client='http' reads from an endpoint of http://, with keys and past no proxy, not "
+            f"from {access.destination}: set endpoint_url, or client='auto'"
+        )
+    quick = None
     if spec.client != "s3dlio":
         quick = open_obstore(access, required=spec.client == "obstore")
     return ObjectStorage(spec, access, client, quick)
+
+
+def object_engine(client: str, access: Access) -> str:
+    """What reads small S3 objects with this option ``client``, as receipts name it."""
+    if client in ("auto", "http") and reaches(access):
+        return "http"
+    return "s3dlio" if client == "s3dlio" or not is_installed() else "obstore"
 
 
 class ObjectStorage:
     """A ``BulkReader`` of objects. Roots and keys are as ``rayloader.storage.uri`` has them."""
 
     def __init__(
-        self, spec: StorageSpec, access: Access, client: Client, quick: ObstoreClient | None = None
+        self,
+        spec: StorageSpec,
+        access: Access,
+        client: Client,
+        quick: ObstoreClient | None = None,
+        straight: HttpClient | None = None,
     ) -> None:
-        """Read through ``client``, and what is small through ``quick``; the thread starts now."""
-        self.engine = "s3dlio" if quick is None else "obstore"
+        """Use ``client``; read through ``straight``, or what is small through ``quick``.
+
+        The loop's thread starts now.
+        """
+        self.engine = "http" if straight else "obstore" if quick else "s3dlio"
         self._spec = spec
         self._access = access
         self._client = client
         self._quick = quick
+        self._straight = straight
         self._pid = os.getpid()
         self._closed = False
         self._memory: memoryview | None = None
@@ -241,7 +283,8 @@ class ObjectStorage:
         self._pausing: dict[_Op, None] = {}
         """Before they are sent again."""
         self._defect: BaseException | None = None
-        # In the loop's thread only.
+        self._turn = threading.RLock()
+        """Guards what follows: the loop's thread has it, or one whose call has just ended."""
         self._queue: deque[_Op] = deque()
         self._window = Window(spec.concurrency)
         self._bundling = Bundling()
@@ -255,6 +298,8 @@ class ObjectStorage:
         self._lingering: asyncio.TimerHandle | None = None
         self._reading = 0
         self._spare: list[npt.NDArray[np.uint8]] = []
+        self._back: deque[tuple[_Op, Call]] = deque()
+        """Calls that threads have ended, to be seen to by whoever has the turn."""
         # Counters.
         self._metadata_ops = self._reads = self._bytes_transferred = 0
         self._retries = self._throttled = self._fallback = 0
@@ -263,13 +308,14 @@ class ObjectStorage:
         self._latency = [0] * LATENCY_BUCKETS
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_remember_defect(weakref.ref(self)))
+        self._callers = Callers()
         self._thread = threading.Thread(
             target=_run, args=(self._loop,), name="rayloader-objects", daemon=True
         )
         self._thread.start()
         # Also without close, and when the interpreter ends: threads must not outlive their owner.
         self._end = weakref.finalize(
-            self, _shut_down, self._loop, self._thread, self._in_flight, self._pid
+            self, _shut_down, self._loop, self._thread, self._callers, self._in_flight, self._pid
         )
 
     # ---- the protocol, in the owner's thread
@@ -401,7 +447,10 @@ class ObjectStorage:
             return
         self._closed = True
         self._end()
-        os.close(self._event)
+        if self._straight is not None:
+            self._straight.close()
+        with self._turn:
+            os.close(self._event)
         self._bytes = np.empty(0, np.uint8)
         if self._memory is not None:
             with contextlib.suppress(BufferError):  # a request still writes
@@ -413,8 +462,9 @@ class ObjectStorage:
     def _places(self, group: _Group, places: npt.NDArray[np.int64]) -> list[int]:
         return require_places(group, places, len(self._bytes), bool(self._spec.direct))
 
-    # ---- in the loop's thread
+    # ---- by turns: in the loop's thread, but for what :meth:`_came` leads to
 
+    @_in_turn
     def _begin_measure(self, group: _Group) -> None:
         self._refuse(group)
         for i in range(group.n):
@@ -425,6 +475,7 @@ class ObjectStorage:
             self._complete(group)
         self._pump()
 
+    @_in_turn
     def _begin_read(self, group: _Group) -> None:
         self._refuse(group)
         for i in group.failures:
@@ -446,6 +497,7 @@ class ObjectStorage:
         for i in group.failures:
             group.sizes[i] = -1
 
+    @_in_turn
     def _begin_fetch(self, group: _Group) -> None:
         for i, place in enumerate(group.places):
             if place == SKIP or i in group.peeked:
@@ -474,7 +526,9 @@ class ObjectStorage:
     def _ranges(self, group: _Group, index: int) -> Iterator[_Op]:
         """Requests for all of a large object; those in flight stay within ``ranges_bytes``."""
         size = group.sizes[index]
-        step = min(self._part(group.places[index]), self._range_bytes)
+        step = self._part(group.places[index])
+        if self._straight is None:
+            step = min(step, self._range_bytes)
         group.parts_left[index] = -(-size // step)
         for offset in range(0, size, step):
             yield _Op(group, index, _Kind.RANGE, offset, min(step, size - offset))
@@ -519,10 +573,12 @@ class ObjectStorage:
         with self._lock:
             self._stopped_running(group)
 
+    @_in_turn
     def _forget_peeked(self, group: _Group) -> None:
         self._beside -= sum(map(len, group.peeked.values()))
         group.peeked.clear()
 
+    @_in_turn
     def _set_ceiling(self, concurrency: int) -> None:
         self._window.set_ceiling(concurrency)
         self._pump()
@@ -531,9 +587,12 @@ class ObjectStorage:
         """Send what the window has room for."""
         while self._queue and self._room > 0 and not self._closed:
             op = self._queue[0]
-            if op.kind is _Kind.RANGE and self._in_flight and not self._has_room_for(op.length, 0):
-                break  # until another has been put into place
             self._choose(op)
+            if op.kind is _Kind.RANGE and self._in_flight and not self._has_room_for(op.beside, 0):
+                break  # until another has been put into place
+            if op.way is not _Way.STRAIGHT and not self._in_loop:
+                self._loop.call_soon_threadsafe(self._pump_in_turn)
+                break
             several = self._per_call(op)
             if linger and self._room < min(several, len(self._queue)):
                 self._linger()
@@ -550,7 +609,16 @@ class ObjectStorage:
                     self._send(op)
         if self._in_flight and not self._ticking:
             self._ticking = True
-            self._loop.call_later(_TICK_SECONDS, self._tick)
+            self._loop.call_soon_threadsafe(self._tick)
+
+    @_in_turn
+    def _pump_in_turn(self) -> None:
+        self._pump()
+
+    @property
+    def _in_loop(self) -> bool:
+        """This is the loop's thread."""
+        return threading.get_ident() == self._thread.ident
 
     @property
     def _room(self) -> int:
@@ -567,6 +635,7 @@ class ObjectStorage:
             self._lingering.cancel()
             self._lingering = None
 
+    @_in_turn
     def _lingered(self) -> None:
         self._lingering = None
         self._pump(linger=False)
@@ -592,13 +661,12 @@ class ObjectStorage:
         """How to send it now: what it is for, by whom, and whether its bytes arrive beside."""
         if op.kind is _Kind.PEEK and not self._may_peek():
             op.kind = _Kind.HEAD
+        if op.kind.is_read and op.length and self._straight is not None and not op.slow:
+            op.way = _Way.STRAIGHT
+            op.beside = op.length if op.kind is _Kind.PEEK else 0
+            return
         copied = op.kind in (_Kind.PEEK, _Kind.RANGE) or self._may_be_copied(op)
-        if (
-            copied
-            and not op.slow
-            and self._quick is not None
-            and self._quick.spells(self._name(op))
-        ):
+        if copied and not op.slow and self._quick is not None and self._quick.spells(op.name):
             op.way = _Way.QUICK
         elif op.kind is _Kind.WHOLE and copied and not op.alone and self._client.can_bundle:
             op.way = _Way.TOGETHER
@@ -633,15 +701,51 @@ class ObjectStorage:
         return found
 
     def _send_bundle(self, ops: list[_Op]) -> None:
-        uris = [self._client.uri(self._name(op)) for op in ops]
+        uris = [self._client.uri(op.name) for op in ops]
         future = self._promised(lambda: self._client.get_many(uris))
         for op in ops:
             op.future, op.bundled = future, True
         future.add_done_callback(functools.partial(self._bundle_ended, ops, uris))
 
     def _send(self, op: _Op) -> None:
+        if op.way is _Way.STRAIGHT:
+            self._send_straight(op)
+            return
         op.future = self._promised(lambda: self._call(op))
         op.future.add_done_callback(functools.partial(self._ended, op))
+
+    def _send_straight(self, op: _Op) -> None:
+        """Have a thread ask for it and wait."""
+        client = self._straight
+        assert client is not None
+        target = None if op.kind is _Kind.PEEK else self._target(op)
+        ends = op.kind is _Kind.WHOLE and op.group.listed[op.index] >= 0
+
+        def work(call: Call) -> Any:
+            if target is None:
+                return client.peek(op.name, op.length, call)
+            return client.get(op.name, op.offset, target, call, ends=ends)
+
+        op.future = self._callers.call(work, functools.partial(self._came, op))
+
+    def _came(self, op: _Op, call: Call) -> None:
+        """A thread has ended its call. It goes on with this, unless another is at it already."""
+        self._back.append((op, call))
+        self._look_back()
+
+    def _look_back(self) -> None:
+        """See to what has come back while somebody else had the turn."""
+        while self._back and self._turn.acquire(blocking=False):
+            try:
+                while self._back:
+                    op, call = self._back.popleft()
+                    if call.exception() is None or self._in_loop:
+                        self._end_one(op, call)
+                    else:
+                        with contextlib.suppress(RuntimeError):  # the loop is closed
+                            self._loop.call_soon_threadsafe(self._ended, op, call)
+            finally:
+                self._turn.release()
 
     def _promised(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
         """The future of a call; also of one that s3dlio refuses before there is a future."""
@@ -657,8 +761,8 @@ class ObjectStorage:
         if op.way is _Way.QUICK:
             assert self._quick is not None
             one_more = op.kind is _Kind.WHOLE  # which shows whether it ends there
-            return self._quick.get(self._name(op), op.offset, op.length + one_more)
-        uri, client = self._client.uri(self._name(op)), self._client
+            return self._quick.get(op.name, op.offset, op.length + one_more)
+        uri, client = self._client.uri(op.name), self._client
         if op.kind is _Kind.WHOLE:
             return client.get_into(uri, self._target(op), op.length)
         if op.kind in (_Kind.PEEK, _Kind.RANGE):
@@ -667,20 +771,18 @@ class ObjectStorage:
             return client.get_into(uri, memoryview(bytearray(1)), 1)
         return client.head(uri)
 
-    def _name(self, op: _Op) -> str:
-        """The object's whole URI."""
-        return joined(op.group.root, op.group.keys.key(op.index)).decode()
-
     def _target(self, op: _Op) -> memoryview:
-        """Where the bytes of a whole object go."""
+        """Where its bytes go."""
         place = op.group.places[op.index]
         if place == DROP:
             fits = self._spare and len(self._spare[-1]) >= op.length
             op.scratch = self._spare.pop() if fits else np.empty(max(op.length, PAGE), np.uint8)
             return op.scratch.data[: op.length]
         assert self._memory is not None
-        return self._memory[place : place + op.length]
+        begin = place + op.offset
+        return self._memory[begin : begin + op.length]
 
+    @_in_turn
     def _tick(self) -> None:
         """Give up requests that take too long, however little by little they advance."""
         self._ticking = False
@@ -699,37 +801,59 @@ class ObjectStorage:
                 op.late = True
                 op.future.cancel()
 
-    def _ended(self, op: _Op, future: asyncio.Future[Any]) -> None:
+    @_in_turn
+    def _ended(self, op: _Op, future: asyncio.Future[Any] | Call) -> None:
+        self._end_one(op, future)
+
+    def _end_one(self, op: _Op, future: asyncio.Future[Any] | Call) -> None:
         now = time.perf_counter()
         result, failure = self._outcome(op, future)
-        if op.way is _Way.QUICK and self._is_unclear(op, result, failure):
+        if op.way is not _Way.ALONE and self._is_unclear(op, result, failure):
             self._ask_s3dlio(op, failure, now)
             self._pump()
             return
-        if failure is None and op.kind is _Kind.RANGE:
+        if failure is None and op.way is _Way.STRAIGHT:
+            result, failure = self._arrived(op, result)
+        elif failure is None and op.kind is _Kind.RANGE:
             failure = self._store(op, result)
         elif failure is None and op.kind is _Kind.WHOLE and op.way is _Way.QUICK:
             failure, result = self._store(op, result), op.length
         self._conclude(op, result, failure, now)
         self._pump()
 
+    def _arrived(self, op: _Op, result: Any) -> tuple[Any, Failure | None]:
+        """What an answer of rayloader's own client brought; it is in its place already."""
+        if op.kind is _Kind.PEEK:
+            return result, None
+        found: Found = result
+        if op.kind is _Kind.RANGE:
+            wrong = self._wrong_range(op, found.length) if found.length != op.length else None
+        else:
+            exact = op.group.listed[op.index] >= 0
+            fits = found.total == op.length or (found.total > op.length and not exact)
+            wrong = None if fits else self._other_size(op, found.total)
+        return op.length, Failure(wrong, passes=False) if wrong is not None else None
+
     def _is_unclear(self, op: _Op, view: Any, failure: Failure | None) -> bool:
-        """What obstore brought leaves a question: how large the object is, or what it holds."""
+        """What came leaves a question: how large the object is, or what it holds."""
         if failure is not None:
             return isinstance(failure.error, RangeIgnored)
+        if op.way is not _Way.QUICK:
+            return False
         has_grown = op.kind is _Kind.WHOLE and len(view) > op.length
         return has_grown and op.group.listed[op.index] >= 0
 
     def _ask_s3dlio(self, op: _Op, failure: Failure | None, now: float) -> None:
         """Send it again, another way."""
         if failure is not None and isinstance(failure.error, RangeIgnored):
-            _log.debug("no object is read through obstore any more: %s", failure.error)
-            self._quick = None
+            _log.debug("from now on only s3dlio is asked: %s", failure.error)
+            self._quick = self._straight = None
         self._leave(op, now)
         self._answered = op.slow = True
         self._retries += 1
         self._queue.appendleft(op)
 
+    @_in_turn
     def _bundle_ended(self, ops: list[_Op], uris: list[str], future: asyncio.Future[Any]) -> None:
         now = time.perf_counter()
         if future.cancelled() or future.exception() is not None:
@@ -792,24 +916,28 @@ class ObjectStorage:
             self._leaving.discard(group)
             self._signal()
 
-    def _outcome(self, op: _Op, future: asyncio.Future[Any]) -> tuple[Any, Failure | None]:
+    def _outcome(self, op: _Op, future: asyncio.Future[Any] | Call) -> tuple[Any, Failure | None]:
         """What a request brought, or why it failed."""
+        if not future.cancelled() and future.exception() is None:
+            return future.result(), None
         name = op.group.name(op.index)
         if future.cancelled():
             cause = f"the request did not end within request_timeout={self._spec.request_timeout:g}"
             return None, Failure(made(TimedOut, name, f"{cause} s", self._access), passes=True)
         error = future.exception()
-        if error is None:
-            return future.result(), None
+        assert error is not None
+        if isinstance(error, Unspoken):
+            return None, Failure(made(RangeIgnored, name, str(error), self._access), passes=False)
         actual = getattr(error, "actual", None)
         if actual is None:
-            if op.way is _Way.QUICK:
-                failure = of_obstore(name, error, self._access)
+            if op.way in (_Way.QUICK, _Way.STRAIGHT):
+                said = of_obstore if op.way is _Way.QUICK else of_http
+                failure = said(name, error, self._access)
                 begins = op.kind is not _Kind.WHOLE or failure.passes
                 if isinstance(failure.error, Truncated) and not begins:
                     failure = Failure(self._other_size(op, 0), passes=False)
                 return None, failure
-            return None, of_s3dlio(name, self._client.uri(self._name(op)), error, self._access)
+            return None, of_s3dlio(name, self._client.uri(op.name), error, self._access)
         if op.kind is _Kind.ASK or (actual > op.length and op.group.listed[op.index] < 0):
             return actual, None
         return None, Failure(self._other_size(op, actual), passes=False)
@@ -867,9 +995,9 @@ class ObjectStorage:
     def _peeked(self, op: _Op, view: Any) -> None:
         """What came is all of the object, or it has to be asked for its size."""
         group, i = op.group, op.index
-        data = np.frombuffer(view, np.uint8)
-        self._bytes_transferred += len(data)
-        if len(data) >= op.length:
+        data = np.frombuffer(view, np.uint8) if view is not None else None
+        self._bytes_transferred += len(data) if data is not None else 0
+        if data is None or len(data) >= op.length:
             self._may_be_small = False
             self._measure_by_head(op)
             return
@@ -979,6 +1107,7 @@ class ObjectStorage:
             self._pausing[op] = None
         self._loop.call_later(seconds, self._send_again, op)
 
+    @_in_turn
     def _send_again(self, op: _Op) -> None:
         with self._lock:
             del self._pausing[op]
@@ -1052,9 +1181,13 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _shut_down(
-    loop: asyncio.AbstractEventLoop, thread: threading.Thread, in_flight: dict[_Op, None], pid: int
+    loop: asyncio.AbstractEventLoop,
+    thread: threading.Thread,
+    callers: Callers,
+    in_flight: dict[_Op, None],
+    pid: int,
 ) -> None:
-    """Give up what is in flight and end the thread; one that hangs is left behind."""
+    """Give up what is in flight and end the threads; one that hangs is left behind."""
     if pid != os.getpid() or not thread.is_alive():
         return
     deadline = time.monotonic() + REQUESTS_END_SECONDS
@@ -1073,6 +1206,7 @@ def _shut_down(
 
     loop.call_soon_threadsafe(give_up)
     thread.join(2 * REQUESTS_END_SECONDS)
+    callers.close(REQUESTS_END_SECONDS)
 
 
 def _remember_defect(

@@ -13,12 +13,15 @@ codes.
 
 from __future__ import annotations
 
+import errno
 import re
+import socket
 from typing import NamedTuple
 
 from rayloader import errors
 from rayloader.errors import StorageError
 from rayloader.storage.access import Access
+from rayloader.storage.http_client import Incomplete, Refused
 
 Kind = type[StorageError]
 
@@ -138,6 +141,33 @@ def of_obstore(key: str, error: BaseException, access: Access) -> Failure:
     if inner is None and not _HTTP.search(shown):
         return Failure(made(StorageError, key, access.blotted(first)[:_DETAIL], access), False)
     return _failure(key, "", 0, " ".join(shown.split()), access)
+
+
+def of_http(key: str, error: BaseException, access: Access) -> Failure:
+    """What a failed GET of rayloader's own client means.
+
+    Args:
+        key: the object's name as the user knows it.
+        error: what it raised; not ``Unspoken``.
+        access: where it was sent.
+    """
+    if isinstance(error, Refused):
+        return _failure(key, error.code, error.status, "", access)
+    if isinstance(error, Incomplete):
+        words = "the connection ended before the object did"
+        return Failure(made(errors.Truncated, key, words, access), passes=True)
+    if not isinstance(error, OSError):
+        raise error
+    kind, cause = errors.Unreachable, "the connection broke"
+    if isinstance(error, socket.gaierror):
+        cause = "no such host"
+    elif isinstance(error, ConnectionRefusedError):
+        cause = "connection refused"
+    elif isinstance(error, TimeoutError):
+        cause = "nobody answers there"
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        cause = "no descriptor is free for a connection"
+    return Failure(made(kind, key, cause, access), passes=True)
 
 
 _NOT_PARTIAL = re.compile(r"^ *source: NotPartial\b", re.M)

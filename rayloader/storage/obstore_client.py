@@ -112,8 +112,3 @@ def open_obstore(access: Access, *, required: bool) -> ObstoreClient | None:
 def is_installed() -> bool:
     """Whether there is obstore."""
     return importlib.util.find_spec("obstore") is not None
-
-
-def object_engine(client: str) -> str:
-    """What reads small S3 objects with this option ``client``, as receipts name it."""
-    return "s3dlio" if client == "s3dlio" or not is_installed() else "obstore"

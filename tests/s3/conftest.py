@@ -15,7 +15,7 @@ from tests.s3.proxy import Proxy
 from tests.s3.reading import Objects, opened
 from tests.s3.servers import Nginx, Rclone, SeaweedFS, credentials
 
-CLIENTS = ("obstore", "s3dlio")
+CLIENTS = ("http", "obstore", "s3dlio")
 _LOGS = []
 
 

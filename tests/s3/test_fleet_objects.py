@@ -21,7 +21,7 @@ def test_a_fleet_reads_objects_and_changes_its_ranks(folder, proxy):
             two = fleet.run_epoch()
         assert (one.files, two.files) == (40, 40)
         assert one.read_hash == two.read_hash
-        assert two.ranks[1].receipts[0]["engine"] == "obstore"
+        assert two.ranks[1].receipts[0]["engine"] == "http"
     finally:
         cluster.shutdown()
 

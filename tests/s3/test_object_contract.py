@@ -160,7 +160,9 @@ def test_what_is_held_until_it_is_fetched_is_bounded_and_given_back(proxy, folde
             one.storage.discard(group)
 
 
-def test_what_was_peeked_at_and_the_ranges_of_others_are_within_one_bound(proxy, folder, objects):
+def test_what_was_peeked_at_and_the_ranges_of_others_are_within_one_bound(
+    proxy, folder, objects, client
+):
     keys = [b"%d" % i for i in range(40)]
     for key in keys:
         folder.put(key.decode(), content(key, 3000))
@@ -175,7 +177,8 @@ def test_what_was_peeked_at_and_the_ranges_of_others_are_within_one_bound(proxy,
     for allowed in ((16 * 8192 - held) // 8192, 16):
         proxy.forget()
         assert one.get([b"large"], [len(body)]) == ({0: body}, {})
-        assert proxy.peak == allowed
+        straight = 13  # parts of 16,384, which take no room beside their places
+        assert proxy.peak == (straight if client == "http" else allowed)
         if allowed < 16:
             one.storage.discard(group)
 

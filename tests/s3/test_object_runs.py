@@ -85,7 +85,7 @@ def test_every_epoch_asks_once_for_what_its_plan_says(proxy, source):
             assert proxy.seen("HEAD") == []
             receipt = dataset.receipt
             assert (receipt.files, receipt.bytes) == (COUNT, COUNT * SIZE)
-            assert (receipt.engine, receipt.retries, receipt.metadata_ops) == ("obstore", 0, 0)
+            assert (receipt.engine, receipt.retries, receipt.metadata_ops) == ("http", 0, 0)
         assert len({tuple(order) for order in orders}) == 3
 
 

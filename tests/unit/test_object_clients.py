@@ -6,7 +6,8 @@ import pytest
 
 from rayloader.errors import OptionError
 from rayloader.storage.access import Access
-from rayloader.storage.obstore_client import object_engine, open_obstore
+from rayloader.storage.object import object_engine
+from rayloader.storage.obstore_client import open_obstore
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 ACCESS = Access("http://127.0.0.1:9000", "us-east-1", secrets=KEYS)
@@ -60,11 +61,12 @@ def test_amazons_regions_that_obstore_cannot_find_are_s3dlios(region, known):
 
 
 def test_where_obstore_is_not_installed_the_reading_is_s3dlios(monkeypatch):
-    assert [object_engine(name) for name in ("auto", "obstore", "s3dlio")] == [
+    amazon = Access("", "us-east-1", secrets=KEYS)
+    assert [object_engine(name, amazon) for name in ("auto", "obstore", "s3dlio")] == [
         "obstore", "obstore", "s3dlio",
     ]  # fmt: skip
     monkeypatch.setitem(sys.modules, "obstore", None)
-    assert object_engine("auto") == "s3dlio"
+    assert object_engine("auto", amazon) == "s3dlio"
     assert open_obstore(ACCESS, required=False) is None
     with pytest.raises(OptionError, match="pip install obstore"):
         open_obstore(ACCESS, required=True)
