@@ -93,7 +93,7 @@ def contenders(setting: ObjectSetting, server: Server) -> list[Contender]:
     """All of them before one server."""
     chosen = [
         rayloader(setting, server, setting.objects),
-        rayloader(setting, server, setting.objects, "s3dlio"),
+        *(rayloader(setting, server, setting.objects, one) for one in ("obstore", "s3dlio")),
         *(s3dlio(setting, server, "get_many", calls) for calls in (1, 8)),
         s3dlio(setting, server, "get_many_async", 8),
         *(torch(setting, server, workers) for workers in (0, 2, 4)),
@@ -111,13 +111,13 @@ def contenders(setting: ObjectSetting, server: Server) -> list[Contender]:
 
 
 def rayloader(
-    setting: ObjectSetting, server: Server, objects: FileSet, client: str = "obstore"
+    setting: ObjectSetting, server: Server, objects: FileSet, client: str = "http"
 ) -> Contender:
-    """Our own, over a saved catalog; through s3dlio for information."""
+    """Our own, over a saved catalog; through other clients for information."""
     source = saved_catalog(setting, objects)
     words = {"source": source, "batch_size": BATCH, "client": client}
     command = _command(server, "object_peers", "rayloader", **words)
-    name = "rayloader" if client == "obstore" else f"rayloader, client={client}"
+    name = "rayloader" if client == "http" else f"rayloader, client={client}"
     return Contender(name, command, {}, name, lasting=False)
 
 

@@ -233,7 +233,7 @@ def ray_data(files: str, batch_size: int) -> Iterator[Peer]:
 
 @contextlib.contextmanager
 def rayloader(
-    source: str, batch_size: int, client: Literal["auto", "obstore", "s3dlio"] = "auto"
+    source: str, batch_size: int, client: Literal["auto", "http", "obstore", "s3dlio"] = "auto"
 ) -> Iterator[Peer]:
     """``RankDataset`` over a directory or a saved catalog; its rank is the launcher's."""
     from rayloader import RankDataset, shutdown
