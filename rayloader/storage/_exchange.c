@@ -13,11 +13,8 @@
 #include <Python.h>
 
 #include <errno.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-
-static const char LENGTH[] = "\r\ncontent-length:";
 
 /* 0, or -1 with errno. */
 static int send_all(int fd, const char *bytes, Py_ssize_t count)
@@ -43,15 +40,41 @@ static ssize_t receive(int fd, char *target, Py_ssize_t count, int flags)
     return got;
 }
 
-/* Length of the body by a head that ends at `end`; -1: it is none that was hoped for. */
-static long long hoped_length(char *head, char *end)
+static char lower(char c) { return c >= 'A' && c <= 'Z' ? (char)(c + 'a' - 'A') : c; }
+
+/* The value of the first field of this name, which is in lower case; NULL: there is none. */
+static const char *field(const char *head, const char *end, const char *name)
 {
-    if (strncmp(head, "HTTP/1.1 20", 11) || (head[11] != '0' && head[11] != '6'))
+    for (; (head = memmem(head, (size_t)(end - head), "\r\n", 2)); head += 2) {
+        const char *at = head + 2, *letter = name;
+        while (at < end && *letter && lower(*at) == *letter) {
+            at++;
+            letter++;
+        }
+        if (!*letter)
+            return at;
+    }
+    return NULL;
+}
+
+/* Length of the body by a head that ends at `end`, with an empty line; -1: none was hoped for. */
+static long long hoped_length(const char *head, const char *end)
+{
+    if (end - head < 12 || memcmp(head, "HTTP/1.", 7) || (head[7] != '0' && head[7] != '1') ||
+        memcmp(head + 8, " 20", 3) || (head[11] != '0' && head[11] != '6'))
         return -1;
-    char *value = strcasestr(head, LENGTH);
-    if (!value || value > end || strcasestr(head, "\r\ntransfer-encoding:"))
+    const char *value = field(head, end, "content-length:");
+    if (!value || field(head, end, "transfer-encoding:"))
         return -1;
-    return strtoll(value + sizeof LENGTH - 1, NULL, 10);
+    long long length = 0;
+    int digits = 0;
+    for (; *value == ' '; value++)
+        ;
+    for (; *value >= '0' && *value <= '9' && digits < 18; value++, digits++)
+        length = 10 * length + (*value - '0');
+    for (; *value == ' '; value++)
+        ;
+    return digits && !memcmp(value, "\r\n", 2) ? length : -1;
 }
 
 /* Bytes that came with the head, or -1 with errno. */
@@ -100,10 +123,7 @@ static Py_ssize_t talk(int fd, const Py_buffer *request, const Py_buffer *head,
         return -2;
     if (!end || !target->obj)
         return -1;
-    *end = 0; /* what is searched ends there */
-    long long length = hoped_length(text, end);
-    *end = '\r';
-    if (length != target->len)
+    if (hoped_length(text, end) != target->len)
         return -1;
     char *body = end + 4;
     Py_ssize_t read = fill(fd, body, *came - (body - text), target->buf, target->len);

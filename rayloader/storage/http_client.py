@@ -16,7 +16,7 @@ import re
 import socket
 import time
 import urllib.request
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from rayloader.storage.access import AWS_KEYS, Access
@@ -32,12 +32,16 @@ _HEAD_BYTES = 16 << 10
 """An answer's head has to fit; what came with it of the body is copied [bytes]."""
 _WORDS_BYTES = 64 << 10
 """Of the body of an answer that is an error [bytes]."""
+_WORDS_SECONDS = 2.0
+"""More of them is waited for: some errors end without saying where [s]."""
 _STATUS = re.compile(rb"HTTP/1\.([01]) (\d{3})")
 _HOPED = re.compile(
-    rb"HTTP/1\.1 20[06](?!.*\r\ntransfer-encoding:).*?\r\ncontent-length: *(\d+) *\r\n",
-    re.I | re.S,
+    rb"HTTP/1\.[01] 20[06](?i:(?!.*\r\ntransfer-encoding:)"
+    rb"(?>.*?\r\ncontent-length:) *(\d{1,18}) *\r\n)",  # the first such field decides
+    re.S,
 )
-_WORDS_END = re.compile(rb"</Error>|\r\n0\r\n")
+_NUMBER = re.compile(rb"\d{1,18}")
+_WORDS_END = re.compile(rb"</Error>|(?:\A|\r\n)0\r\n")
 _CODE = re.compile(rb"<Code>(\w+)</Code>")
 _EMPTY = hashlib.sha256(b"").hexdigest()
 
@@ -82,10 +86,7 @@ class HttpClient:
         self._address = (server.hostname or "", server.port or 80)
         self._signer = Signer(access, server.netloc)
         self._idle: list[_Connection] = []
-
-    def speaks(self, uri: str) -> bool:
-        """Whether this is an object that it can ask for."""
-        return uri.startswith("s3://")
+        self._closed = False
 
     def get(
         self, uri: str, offset: int, target: memoryview, call: Call, *, ends: bool = False
@@ -123,9 +124,11 @@ class HttpClient:
         return body
 
     def close(self) -> None:
-        """Close the connections that nobody uses."""
-        while self._idle:
-            self._idle.pop().close()
+        """Close the connections that nobody uses; and others once they have been used."""
+        self._closed = True
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().close()
 
     def _asked(
         self, uri: str, offset: int, length: int, target: memoryview | None, call: Call
@@ -134,7 +137,8 @@ class HttpClient:
         request = self._signer.get(path, offset, length)
         with contextlib.suppress(IndexError, _Stale):  # there is none, or none any more
             return self._on(self._idle.pop(), request, offset, length, target, call)
-        return self._on(_Connection(self._address), request, offset, length, target, call)
+        connection = _Connection(_connected(self._address, call))
+        return self._on(connection, request, offset, length, target, call)
 
     def _on(
         self,
@@ -152,29 +156,38 @@ class HttpClient:
             answer, read = connection.ask(request, target)
             if answer.status not in (200, 206):
                 raise connection.refusal(answer)
-            found = answer.found(offset)
+            found = answer.found(offset, length)
             if target is None and found.length < length:
                 body = connection.read(found.length)
                 read = len(body)
+            elif target is not None and read < 0 and found.length == len(target):
+                raise Unspoken("a length in other words than servers use")
             if 0 <= read < found.length:
                 raise Incomplete
-            may_follow = read == found.length and answer.lasts
+            may_follow = read == found.length and answer.lasts and not connection.has_more(read)
         finally:
             call.waits_for(None)
             if may_follow:
                 connection.was_used = True
                 self._idle.append(connection)
+                if self._closed:
+                    self.close()
             else:
                 connection.close()
         return found, body
 
 
 class _Answer(NamedTuple):
+    version: bytes
+    """What follows ``HTTP/1.``"""
     status: int
-    lasts: bool
-    """The connection may be used again."""
     head: bytes
     """Its fields, in lower case."""
+
+    @property
+    def lasts(self) -> bool:
+        """The connection may be used again."""
+        return self.version == b"1" and b"close" not in self.field(b"connection")
 
     def field(self, name: bytes) -> bytes:
         """What a field says; empty where there is none."""
@@ -193,19 +206,20 @@ class _Answer(NamedTuple):
             Unspoken: it does not say.
         """
         length = self.field(b"content-length")
-        if not length.isdigit() or self.field(b"transfer-encoding"):
+        if not _NUMBER.fullmatch(length) or self.field(b"transfer-encoding"):
             raise Unspoken("an answer without a length")
         return int(length)
 
-    def found(self, offset: int) -> Found:
-        """What it brings, from ``offset`` on."""
+    def found(self, offset: int, asked: int) -> Found:
+        """What it brings, from ``offset`` on; ``asked``, but less where the object ends."""
         length = self.length
         if self.status == 200:
             if offset:
                 raise Unspoken("the whole object, where a range was asked for")
             return Found(length, length)
         span, _, total = self.field(b"content-range").partition(b"/")
-        if span != b"bytes %d-%d" % (offset, offset + length - 1) or not total.isdigit():
+        is_it = span == b"bytes %d-%d" % (offset, offset + length - 1) and _NUMBER.fullmatch(total)
+        if not is_it or length != min(asked, int(total) - offset):
             raise Unspoken("another range than was asked for")
         return Found(length, int(total))
 
@@ -213,8 +227,8 @@ class _Answer(NamedTuple):
 class _Connection:
     """A connection on which one request after the other is answered."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        self.socket = _connected(address)
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
         self.was_used = False
         self._buffer = bytearray(_HEAD_BYTES)
         self._view = memoryview(self._buffer)
@@ -227,10 +241,11 @@ class _Connection:
         Returns:
             Its head; and how much of its body is in ``target``, -1: it has to be read [bytes].
         """
+        self._buffer[0] = 0  # shows whether anything came
         try:
             self._came, read = _exchange(self.socket, request, self._buffer, target)
         except ConnectionError as broken:
-            if self.was_used:
+            if self.was_used and not self._buffer[0]:
                 raise _Stale from broken
             raise
         if self.was_used and not self._came:
@@ -245,9 +260,11 @@ class _Connection:
         version = _STATUS.match(head)
         if version is None:
             raise Unspoken("no answer of HTTP/1")
-        head = head.lower()
-        lasts = version[1] == b"1" and b"\r\nconnection: close" not in head
-        return _Answer(int(version[2]), lasts, head), read
+        return _Answer(version[1], int(version[2]), head.lower()), read
+
+    def has_more(self, length: int) -> bool:
+        """More has come than a body of so many bytes: what comes next cannot be told from it."""
+        return self._came - self._body > length
 
     def read(self, length: int) -> bytearray:
         """So many bytes of the body, or fewer if it ends."""
@@ -266,11 +283,13 @@ class _Connection:
             return Unspoken(f"an answer of status {answer.status}")
         words = self._view[self._body : self._came].tobytes()
         length = answer.field(b"content-length")
-        most = min(int(length), _WORDS_BYTES) if length.isdigit() else _WORDS_BYTES
-        while len(words) < most and not _WORDS_END.search(words):
-            words += (more := self.socket.recv(_WORDS_BYTES))
-            if not more:
-                break
+        most = min(int(length), _WORDS_BYTES) if _NUMBER.fullmatch(length) else _WORDS_BYTES
+        self.socket.settimeout(_WORDS_SECONDS)
+        with contextlib.suppress(OSError):  # the status says enough
+            while len(words) < most and not _WORDS_END.search(words):
+                words += (more := self.socket.recv(_WORDS_BYTES))
+                if not more:
+                    break
         code = _CODE.search(words)
         return Refused(answer.status, code[1].decode() if code else "")
 
@@ -318,21 +337,31 @@ def _exchange(
     return native(connection.fileno(), request, head, target)
 
 
-def _connected(address: tuple[str, int]) -> socket.socket:
+def _connected(address: tuple[str, int], call: Call) -> socket.socket:
     """A socket to one of a name's addresses, which share the load."""
-    host, port = address
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     failure: OSError | None = None
-    for *_, where in random.sample(found, len(found)):
+    for family, kind, protocol, _, where in random.sample(found, len(found)):
         try:
-            connection = socket.create_connection((str(where[0]), port), _CONNECT_SECONDS)
+            return _made(socket.socket(family, kind, protocol), where, call)
         except OSError as error:
             failure = error
-            continue
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(None)  # whoever waits for it shuts it down
-        return connection
     raise failure or OSError("no address")
+
+
+def _made(connection: socket.socket, where: Any, call: Call) -> socket.socket:
+    """This socket, connected."""
+    try:
+        call.waits_for(connection)
+        connection.settimeout(_CONNECT_SECONDS)
+        connection.connect(where)
+        connection.settimeout(None)  # whoever waits for it shuts it down
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except BaseException:
+        call.waits_for(None)
+        connection.close()
+        raise
+    return connection
 
 
 class Signer:
@@ -387,12 +416,17 @@ class Signer:
 
 def reaches(access: Access) -> bool:
     """Whether this client can be used: an endpoint of plain HTTP, no proxy before it, and keys."""
-    server = urlsplit(access.endpoint)
-    if server.scheme != "http" or not server.hostname or server.path.strip("/"):
+    try:
+        server = urlsplit(access.endpoint)
+        host, _ = (server.hostname or "").encode("idna"), server.port
+    except ValueError:  # others have words for it
+        return False
+    if server.scheme != "http" or not host or server.path.strip("/"):
         return False
     return server.username is None and access.has_keys and not _is_proxied(server.netloc)
 
 
 def _is_proxied(host: str) -> bool:
     """Requests to this host should go through somebody else."""
-    return "http" in urllib.request.getproxies() and not urllib.request.proxy_bypass(host)
+    proxies = urllib.request.getproxies()
+    return ("http" in proxies or "all" in proxies) and not urllib.request.proxy_bypass(host)
