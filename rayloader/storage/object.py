@@ -453,7 +453,8 @@ class ObjectStorage:
         self._end()
         if self._straight is not None:
             self._straight.close()
-        with self._turn:
+        # In a forked child the turn may be that of a thread which was not copied.
+        with self._turn if self._pid == os.getpid() else contextlib.nullcontext():
             os.close(self._event)
         self._bytes = np.empty(0, np.uint8)
         if self._memory is not None:
@@ -515,7 +516,7 @@ class ObjectStorage:
                 self._queue.append(_Op(group, i, _Kind.PIN))
         if group.peeked:
             self._put_peeked(group)
-            self._forget_peeked(group)
+            self._drop_peeked(group)
         if not group.unfinished:
             self._complete(group)
         self._pump()
@@ -579,6 +580,9 @@ class ObjectStorage:
 
     @_in_turn
     def _forget_peeked(self, group: _Group) -> None:
+        self._drop_peeked(group)
+
+    def _drop_peeked(self, group: _Group) -> None:
         self._beside -= sum(map(len, group.peeked.values()))
         group.peeked.clear()
 
@@ -730,12 +734,20 @@ class ObjectStorage:
                 return client.peek(op.name, op.length, call)
             return client.get(op.name, op.offset, target, call, ends=ends)
 
-        op.future = self._callers.call(work, functools.partial(self._came, op))
+        try:
+            op.future = self._callers.call(work, functools.partial(self._came, op))
+        except RuntimeError as error:  # there is no thread to be had
+            self._only_s3dlio(error)
+            self._send_otherwise(op, time.perf_counter())
 
     def _came(self, op: _Op, call: Call) -> None:
         """A thread has ended its call. It goes on with this, unless another is at it already."""
         self._back.append((op, call))
-        self._look_back()
+        try:
+            self._look_back()
+        except Exception as error:  # the loop would say so, where it is the loop's thread
+            with self._turn:
+                self._defective(error)
 
     def _look_back(self) -> None:
         """See to what has come back while somebody else had the turn."""
@@ -812,13 +824,16 @@ class ObjectStorage:
     def _end_one(self, op: _Op, future: asyncio.Future[Any] | Call) -> None:
         now = time.perf_counter()
         result, failure = self._outcome(op, future)
-        if op.way is not _Way.ALONE and self._is_unclear(op, result, failure):
-            self._ask_s3dlio(op, failure, now)
-            self._pump()
-            return
         if failure is None and op.way is _Way.STRAIGHT:
             result, failure = self._arrived(op, result)
-        elif failure is None and op.kind is _Kind.RANGE:
+        if op.way is not _Way.ALONE and self._is_unclear(op, result, failure):
+            if failure is not None:
+                self._only_s3dlio(failure.error)
+            self._answered = True
+            self._send_otherwise(op, now)
+            self._pump()
+            return
+        if failure is None and op.way is not _Way.STRAIGHT and op.kind is _Kind.RANGE:
             failure = self._store(op, result)
         elif failure is None and op.kind is _Kind.WHOLE and op.way is _Way.QUICK:
             failure, result = self._store(op, result), op.length
@@ -830,12 +845,12 @@ class ObjectStorage:
         if op.kind is _Kind.PEEK:
             return result, None
         found: Found = result
-        if op.kind is _Kind.RANGE:
-            wrong = self._wrong_range(op, found.length) if found.length != op.length else None
-        else:
-            exact = op.group.listed[op.index] >= 0
-            fits = found.total == op.length or (found.total > op.length and not exact)
-            wrong = None if fits else self._other_size(op, found.total)
+        wrong = None
+        has_grown = found.total > op.length and op.group.listed[op.index] >= 0
+        if op.kind is _Kind.WHOLE and (found.total < op.length or has_grown):
+            wrong = self._other_size(op, found.total)
+        elif found.length != op.length:
+            wrong = self._wrong_range(op, found.length)
         return op.length, Failure(wrong, passes=False) if wrong is not None else None
 
     def _is_unclear(self, op: _Op, view: Any, failure: Failure | None) -> bool:
@@ -847,13 +862,17 @@ class ObjectStorage:
         has_grown = op.kind is _Kind.WHOLE and len(view) > op.length
         return has_grown and op.group.listed[op.index] >= 0
 
-    def _ask_s3dlio(self, op: _Op, failure: Failure | None, now: float) -> None:
-        """Send it again, another way."""
-        if failure is not None and isinstance(failure.error, RangeIgnored):
-            _log.debug("from now on only s3dlio is asked: %s", failure.error)
-            self._quick = self._straight = None
+    def _only_s3dlio(self, why: Exception) -> None:
+        """Others cannot be used here."""
+        _log.debug("from now on only s3dlio is asked: %s", why)
+        if self._straight is not None:
+            self._straight.close()
+        self._quick = self._straight = None
+
+    def _send_otherwise(self, op: _Op, now: float) -> None:
+        """Send it again, by s3dlio."""
         self._leave(op, now)
-        self._answered = op.slow = True
+        op.slow = True
         self._retries += 1
         self._queue.appendleft(op)
 
@@ -1204,8 +1223,8 @@ def _shut_down(
 
     def give_up() -> None:
         for op in list(in_flight):
-            if op.future is not None:
-                op.future.cancel()
+            if (future := op.future) is not None:  # another thread may end it meanwhile
+                future.cancel()
         stop_when_idle()
 
     loop.call_soon_threadsafe(give_up)
