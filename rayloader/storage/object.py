@@ -6,8 +6,9 @@ agree: so all ranges are of one version. Where no size is known, a small object 
 that is larger than it, which also tells its size.
 
 From an endpoint of plain HTTP a client of rayloader's own reads straight into place, objects and
-ranges: each GET in a thread, which sees to what follows from its end by itself, as far as that needs
-no loop. All else is s3dlio's, and so is everything from another endpoint, but for what follows.
+ranges: each GET in a thread, which sees to what follows from its end by itself, as far as that
+needs no loop. All else is s3dlio's, and so is everything from another endpoint, but for what
+follows.
 
 s3dlio writes an object straight to its place in the caller's memory, with the size that was listed
 as its condition. But a call of it costs more than the copying of a few hundred kilobytes, and more
