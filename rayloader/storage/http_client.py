@@ -134,33 +134,24 @@ class HttpClient:
         self, uri: str, offset: int, length: int, target: memoryview | None, call: Call
     ) -> tuple[Found, bytearray | None]:
         path = f"/{quote(uri[len('s3://') :], safe='/-_.~')}"
-        request = self._signer.get(path, offset, length)
+        ask = _Ask(self._signer.get(path, offset, length), offset, length, target)
         with contextlib.suppress(IndexError, _Stale):  # there is none, or none any more
-            return self._on(self._idle.pop(), request, offset, length, target, call)
-        connection = _Connection(_connected(self._address, call))
-        return self._on(connection, request, offset, length, target, call)
+            return self._on(self._idle.pop(), ask, call)
+        return self._on(_Connection(_connected(self._address, call)), ask, call)
 
-    def _on(
-        self,
-        connection: _Connection,
-        request: bytes,
-        offset: int,
-        length: int,
-        target: memoryview | None,
-        call: Call,
-    ) -> tuple[Found, bytearray | None]:
+    def _on(self, connection: _Connection, ask: _Ask, call: Call) -> tuple[Found, bytearray | None]:
         """Ask on this connection, and keep it if another request may follow."""
         body, may_follow = None, False
         try:
             call.waits_for(connection.socket)
-            answer, read = connection.ask(request, target)
+            answer, read = connection.ask(ask.request, ask.target)
             if answer.status not in (200, 206):
                 raise connection.refusal(answer)
-            found = answer.found(offset, length)
-            if target is None and found.length < length:
+            found = answer.found(ask.offset, ask.length)
+            if ask.target is None and found.length < ask.length:
                 body = connection.read(found.length)
                 read = len(body)
-            elif target is not None and read < 0 and found.length == len(target):
+            elif ask.target is not None and read < 0 and found.length == len(ask.target):
                 raise Unspoken("a length in other words than servers use")
             if 0 <= read < found.length:
                 raise Incomplete
@@ -175,6 +166,13 @@ class HttpClient:
             else:
                 connection.close()
         return found, body
+
+
+class _Ask(NamedTuple):
+    request: bytes
+    offset: int
+    length: int
+    target: memoryview | None
 
 
 class _Answer(NamedTuple):

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import functools
 import logging
 import os
@@ -36,7 +35,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +72,7 @@ from rayloader.storage._calls import (
     require_unused,
     require_usable,
 )
+from rayloader.storage._requests import Group, Kind, Op, Version, Way
 from rayloader.storage.access import Access
 from rayloader.storage.callers import Call, Callers
 from rayloader.storage.http_client import Found, HttpClient, Unspoken, reaches
@@ -95,116 +95,6 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 
 _log = logging.getLogger(__name__)
-
-
-class _Kind(enum.Enum):
-    """What a request is for."""
-
-    HEAD = "learn the size"
-    PEEK = "read an object whose size is not known, if it is small"
-    ASK = "learn why HEAD was refused, which cannot say"
-    WHOLE = "read an object"
-    PIN = "learn the version that ranges are to be of"
-    RANGE = "read a part"
-    CHECK = "learn whether that version is still there"
-
-    @property
-    def is_read(self) -> bool:
-        """It brings bytes of an object."""
-        return self in (_Kind.PEEK, _Kind.WHOLE, _Kind.RANGE)
-
-
-class _Way(enum.Enum):
-    """How a request is sent."""
-
-    ALONE = "by s3dlio"
-    TOGETHER = "by s3dlio, for several objects at once"
-    QUICK = "by obstore"
-    STRAIGHT = "by rayloader's own client, straight into place"
-
-
-class _Version(NamedTuple):
-    """What tells one object from another under the same key."""
-
-    etag: str | None
-    size: int
-
-
-class _Group:
-    def __init__(
-        self, number: int, root: bytes, keys: Keys, sizes: npt.NDArray[np.int64] | None
-    ) -> None:
-        self.number = number
-        self.root = root
-        self.keys = keys
-        self.n = keys.n
-        self.stage = Stage.MEASURING
-        self.listed = [-1] * keys.n if sizes is None else sizes.tolist()
-        self.sizes: list[int] = list(self.listed)
-        self.places = [SKIP] * keys.n
-        self.failures: dict[int, StorageError] = {}
-        self.peeked: dict[int, npt.NDArray[np.uint8]] = {}
-        """All bytes of small objects that were read when they were to be measured."""
-        self.versions: dict[int, _Version] = {}
-        """Of large objects, what their ranges are of."""
-        self.parts_left: dict[int, int] = {}
-        self.read_again: set[int] = set()
-        self.unfinished = 0
-        """Objects of the present step that are not done."""
-        self.running = 0
-        """Requests in flight."""
-        self.discarded = False
-
-    def name(self, index: int) -> str:
-        return os.fsdecode(self.keys.key(index))
-
-    def progress(self) -> Progress:
-        sizes = np.array(self.sizes, np.int64)
-        sizes[list(self.failures)] = -1
-        if self.stage is Stage.FETCHED:
-            sizes[np.array(self.places, np.int64) == SKIP] = -1
-        failures, self.failures = self.failures, {}
-        return Progress(self.number, sizes, failures)
-
-
-class _Op:
-    """One request, and those that repeat it."""
-
-    __slots__ = (
-        "again", "alone", "began", "beside", "bundled", "first", "future", "group", "index", "kind",
-        "late", "length", "name", "offset", "scratch", "slow", "way", "why",
-    )  # fmt: skip
-
-    def __init__(
-        self, group: _Group, index: int, kind: _Kind, offset: int = 0, length: int = 0
-    ) -> None:
-        self.group = group
-        self.index = index
-        self.kind = kind
-        self.name = joined(group.root, group.keys.key(index)).decode()
-        """The object's whole URI."""
-        self.offset = offset
-        self.length = length
-        self.again = 0
-        """How often it has been sent again."""
-        self.alone = False
-        """Not in one call with others any more."""
-        self.bundled = False
-        """In one call with others now."""
-        self.way = _Way.ALONE
-        self.slow = False
-        """By nobody but s3dlio any more."""
-        self.beside = 0
-        """Of the memory for what is to be copied into place, what it takes now [bytes]."""
-        self.first = 0.0
-        """When it was first sent; all moments are of ``time.perf_counter`` [s]."""
-        self.began = 0.0
-        self.late = False
-        """It was given up because it took too long."""
-        self.future: asyncio.Future[Any] | Call | None = None
-        self.scratch: npt.NDArray[np.uint8] | None = None
-        self.why: StorageError | None = None
-        """Of ASK: what there is to say if the answer says nothing."""
 
 
 def _in_turn(method: Callable[..., None]) -> Callable[..., None]:
@@ -280,17 +170,17 @@ class ObjectStorage:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         """Guards what both threads look at: groups' ``running`` and ``discarded``, and these."""
-        self._groups: dict[int, _Group] = {}
-        self._done: dict[int, _Group] = {}
-        self._leaving: set[_Group] = set()
-        self._in_flight: dict[_Op, None] = {}
+        self._groups: dict[int, Group] = {}
+        self._done: dict[int, Group] = {}
+        self._leaving: set[Group] = set()
+        self._in_flight: dict[Op, None] = {}
         """In the order in which they were sent."""
-        self._pausing: dict[_Op, None] = {}
+        self._pausing: dict[Op, None] = {}
         """Before they are sent again."""
         self._defect: BaseException | None = None
         self._turn = threading.RLock()
         """Guards what follows: the loop's thread has it, or one whose call has just ended."""
-        self._queue: deque[_Op] = deque()
+        self._queue: deque[Op] = deque()
         self._window = Window(spec.concurrency)
         self._bundling = Bundling()
         self._beside = 0
@@ -303,7 +193,7 @@ class ObjectStorage:
         self._lingering: asyncio.TimerHandle | None = None
         self._reading = 0
         self._spare: list[npt.NDArray[np.uint8]] = []
-        self._back: deque[tuple[_Op, Call]] = deque()
+        self._back: deque[tuple[Op, Call]] = deque()
         """Calls that threads have ended, to be seen to by whoever has the turn."""
         # Counters.
         self._metadata_ops = self._reads = self._bytes_transferred = 0
@@ -340,7 +230,7 @@ class ObjectStorage:
         """See ``BulkReader``. One HEAD for each object; with ``peek`` one GET, if it is small."""
         self._check()
         require_unused(group, self._groups)
-        new = self._groups[group] = _Group(group, root, keys, None)
+        new = self._groups[group] = Group(group, root, keys, None)
         self._loop.call_soon_threadsafe(self._begin_measure, new)
 
     def fetch(self, group: int, places: npt.NDArray[np.int64]) -> None:
@@ -364,7 +254,7 @@ class ObjectStorage:
         require_unused(group, self._groups)
         if not len(sizes) == len(places) == keys.n:
             raise UsageError("a group has as many sizes and places as names")
-        new = _Group(group, root, keys, sizes)
+        new = Group(group, root, keys, sizes)
         new.places = self._places(new, places)
         new.stage = Stage.FETCHING
         self._groups[group] = new
@@ -465,30 +355,30 @@ class ObjectStorage:
     def _check(self) -> None:
         require_usable(self._closed, self._pid)
 
-    def _places(self, group: _Group, places: npt.NDArray[np.int64]) -> list[int]:
+    def _places(self, group: Group, places: npt.NDArray[np.int64]) -> list[int]:
         return require_places(group, places, len(self._bytes), bool(self._spec.direct))
 
     # ---- by turns: in the loop's thread, but for what :meth:`_came` leads to
 
     @_in_turn
-    def _begin_measure(self, group: _Group) -> None:
+    def _begin_measure(self, group: Group) -> None:
         self._refuse(group)
         for i in range(group.n):
             if i not in group.failures:
                 group.unfinished += 1
-                self._queue.append(_Op(group, i, _Kind.PEEK, 0, self._peek_bytes))
+                self._queue.append(Op(group, i, Kind.PEEK, 0, self._peek_bytes))
         if not group.unfinished:
             self._complete(group)
         self._pump()
 
     @_in_turn
-    def _begin_read(self, group: _Group) -> None:
+    def _begin_read(self, group: Group) -> None:
         self._refuse(group)
         for i in group.failures:
             group.places[i] = SKIP
         self._begin_fetch(group)
 
-    def _refuse(self, group: _Group) -> None:
+    def _refuse(self, group: Group) -> None:
         """Let what cannot be asked for fail at once."""
         for i in range(group.n):
             if group.stage is Stage.FETCHING and group.places[i] == SKIP:
@@ -504,17 +394,17 @@ class ObjectStorage:
             group.sizes[i] = -1
 
     @_in_turn
-    def _begin_fetch(self, group: _Group) -> None:
+    def _begin_fetch(self, group: Group) -> None:
         for i, place in enumerate(group.places):
             if place == SKIP or i in group.peeked:
                 continue
             group.unfinished += 1
             if group.sizes[i] <= self._part(place):
-                self._queue.append(_Op(group, i, _Kind.WHOLE, 0, group.sizes[i]))
+                self._queue.append(Op(group, i, Kind.WHOLE, 0, group.sizes[i]))
             elif i in group.versions:
                 self._queue.extend(self._ranges(group, i))
             else:
-                self._queue.append(_Op(group, i, _Kind.PIN))
+                self._queue.append(Op(group, i, Kind.PIN))
         if group.peeked:
             self._put_peeked(group)
             self._drop_peeked(group)
@@ -529,7 +419,7 @@ class ObjectStorage:
             return spec.part_bytes
         return max(PAGE, min(spec.part_bytes, spec.scratch_bytes // self._window.ceiling))
 
-    def _ranges(self, group: _Group, index: int) -> Iterator[_Op]:
+    def _ranges(self, group: Group, index: int) -> Iterator[Op]:
         """Requests for all of a large object; those in flight stay within ``ranges_bytes``."""
         size = group.sizes[index]
         step = self._part(group.places[index])
@@ -537,7 +427,7 @@ class ObjectStorage:
             step = min(step, self._range_bytes)
         group.parts_left[index] = -(-size // step)
         for offset in range(0, size, step):
-            yield _Op(group, index, _Kind.RANGE, offset, min(step, size - offset))
+            yield Op(group, index, Kind.RANGE, offset, min(step, size - offset))
 
     @property
     def _range_bytes(self) -> int:
@@ -567,7 +457,7 @@ class ObjectStorage:
         """
         return self._beside + length + reserve <= self._spec.ranges_bytes
 
-    def _put_peeked(self, group: _Group) -> None:
+    def _put_peeked(self, group: Group) -> None:
         """Put what measuring has brought into its places."""
         with self._lock:
             if group.discarded:
@@ -580,10 +470,10 @@ class ObjectStorage:
             self._stopped_running(group)
 
     @_in_turn
-    def _forget_peeked(self, group: _Group) -> None:
+    def _forget_peeked(self, group: Group) -> None:
         self._drop_peeked(group)
 
-    def _drop_peeked(self, group: _Group) -> None:
+    def _drop_peeked(self, group: Group) -> None:
         self._beside -= sum(map(len, group.peeked.values()))
         group.peeked.clear()
 
@@ -597,9 +487,9 @@ class ObjectStorage:
         while self._queue and self._room > 0 and not self._closed:
             op = self._queue[0]
             self._choose(op)
-            if op.kind is _Kind.RANGE and self._in_flight and not self._has_room_for(op.beside, 0):
+            if op.kind is Kind.RANGE and self._in_flight and not self._has_room_for(op.beside, 0):
                 break  # until another has been put into place
-            if op.way is not _Way.STRAIGHT and not self._in_loop:
+            if op.way is not Way.STRAIGHT and not self._in_loop:
                 self._loop.call_soon_threadsafe(self._pump_in_turn)
                 break
             several = self._per_call(op)
@@ -649,7 +539,7 @@ class ObjectStorage:
         self._lingering = None
         self._pump(linger=False)
 
-    def _enter(self, op: _Op) -> bool:
+    def _enter(self, op: Op) -> bool:
         """Count a request as in flight, unless nobody wants it any more."""
         with self._lock:
             if op.group.discarded:
@@ -666,69 +556,69 @@ class ObjectStorage:
             self._metadata_ops += 1
         return True
 
-    def _choose(self, op: _Op) -> None:
+    def _choose(self, op: Op) -> None:
         """How to send it now: what it is for, by whom, and whether its bytes arrive beside."""
-        if op.kind is _Kind.PEEK and not self._may_peek():
-            op.kind = _Kind.HEAD
+        if op.kind is Kind.PEEK and not self._may_peek():
+            op.kind = Kind.HEAD
         if op.kind.is_read and op.length and self._straight is not None and not op.slow:
-            op.way = _Way.STRAIGHT
-            op.beside = op.length if op.kind is _Kind.PEEK else 0
+            op.way = Way.STRAIGHT
+            op.beside = op.length if op.kind is Kind.PEEK else 0
             return
-        copied = op.kind in (_Kind.PEEK, _Kind.RANGE) or self._may_be_copied(op)
+        copied = op.kind in (Kind.PEEK, Kind.RANGE) or self._may_be_copied(op)
         if copied and not op.slow and self._quick is not None and self._quick.spells(op.name):
-            op.way = _Way.QUICK
-        elif op.kind is _Kind.WHOLE and copied and not op.alone and self._client.can_bundle:
-            op.way = _Way.TOGETHER
+            op.way = Way.QUICK
+        elif op.kind is Kind.WHOLE and copied and not op.alone and self._client.can_bundle:
+            op.way = Way.TOGETHER
         else:
-            op.way = _Way.ALONE
-        is_placed = op.kind is _Kind.WHOLE and op.way is _Way.ALONE
+            op.way = Way.ALONE
+        is_placed = op.kind is Kind.WHOLE and op.way is Way.ALONE
         op.beside = op.length if copied and not is_placed else 0
 
-    def _may_be_copied(self, op: _Op) -> bool:
+    def _may_be_copied(self, op: Op) -> bool:
         """It is a whole object, small, and there is room for it beside the attached memory."""
         return (
-            op.kind is _Kind.WHOLE
+            op.kind is Kind.WHOLE
             and 0 < op.length <= self._range_bytes
             and self._has_room_for(op.length, self._range_bytes)
         )
 
-    def _per_call(self, op: _Op) -> int:
+    def _per_call(self, op: Op) -> int:
         """How many objects to ask for in one call that begins with this."""
-        return self._bundling.per_call(self._window.limit) if op.way is _Way.TOGETHER else 1
+        return self._bundling.per_call(self._window.limit) if op.way is Way.TOGETHER else 1
 
-    def _companions(self, wanted: int) -> list[_Op]:
+    def _companions(self, wanted: int) -> list[Op]:
         """So many more objects for the same call, as far as there are; they are in flight."""
-        found: list[_Op] = []
+        found: list[Op] = []
         while len(found) < wanted and self._queue and self._room > 0:
             companion = self._queue[0]
             self._choose(companion)
-            if companion.way is not _Way.TOGETHER:
+            if companion.way is not Way.TOGETHER:
                 break
             self._queue.popleft()
             if self._enter(companion):
                 found.append(companion)
         return found
 
-    def _send_bundle(self, ops: list[_Op]) -> None:
+    def _send_bundle(self, ops: list[Op]) -> None:
         uris = [self._client.uri(op.name) for op in ops]
         future = self._promised(lambda: self._client.get_many(uris))
         for op in ops:
             op.future, op.bundled = future, True
         future.add_done_callback(functools.partial(self._bundle_ended, ops, uris))
 
-    def _send(self, op: _Op) -> None:
-        if op.way is _Way.STRAIGHT:
+    def _send(self, op: Op) -> None:
+        if op.way is Way.STRAIGHT:
             self._send_straight(op)
             return
         op.future = self._promised(lambda: self._call(op))
         op.future.add_done_callback(functools.partial(self._ended, op))
 
-    def _send_straight(self, op: _Op) -> None:
+    def _send_straight(self, op: Op) -> None:
         """Have a thread ask for it and wait."""
         client = self._straight
         assert client is not None
-        target = None if op.kind is _Kind.PEEK else self._target(op)
-        ends = op.kind is _Kind.WHOLE and op.group.listed[op.index] >= 0
+        target = None if op.kind is Kind.PEEK else self._target(op)
+        ends = op.kind is Kind.WHOLE and op.group.listed[op.index] >= 0
 
         def work(call: Call) -> Any:
             if target is None:
@@ -741,7 +631,7 @@ class ObjectStorage:
             self._only_s3dlio(error)
             self._send_otherwise(op, time.perf_counter())
 
-    def _came(self, op: _Op, call: Call) -> None:
+    def _came(self, op: Op, call: Call) -> None:
         """A thread has ended its call. It goes on with this, unless another is at it already."""
         self._back.append((op, call))
         try:
@@ -774,21 +664,21 @@ class ObjectStorage:
             future.set_exception(error)
             return future
 
-    def _call(self, op: _Op) -> Any:
-        if op.way is _Way.QUICK:
+    def _call(self, op: Op) -> Any:
+        if op.way is Way.QUICK:
             assert self._quick is not None
-            one_more = op.kind is _Kind.WHOLE  # which shows whether it ends there
+            one_more = op.kind is Kind.WHOLE  # which shows whether it ends there
             return self._quick.get(op.name, op.offset, op.length + one_more)
         uri, client = self._client.uri(op.name), self._client
-        if op.kind is _Kind.WHOLE:
+        if op.kind is Kind.WHOLE:
             return client.get_into(uri, self._target(op), op.length)
-        if op.kind in (_Kind.PEEK, _Kind.RANGE):
+        if op.kind in (Kind.PEEK, Kind.RANGE):
             return client.get_range(uri, op.offset, op.length)
-        if op.kind is _Kind.ASK:
+        if op.kind is Kind.ASK:
             return client.get_into(uri, memoryview(bytearray(1)), 1)
         return client.head(uri)
 
-    def _target(self, op: _Op) -> memoryview:
+    def _target(self, op: Op) -> memoryview:
         """Where its bytes go."""
         place = op.group.places[op.index]
         if place == DROP:
@@ -819,48 +709,48 @@ class ObjectStorage:
                 op.future.cancel()
 
     @_in_turn
-    def _ended(self, op: _Op, future: asyncio.Future[Any] | Call) -> None:
+    def _ended(self, op: Op, future: asyncio.Future[Any] | Call) -> None:
         self._end_one(op, future)
 
-    def _end_one(self, op: _Op, future: asyncio.Future[Any] | Call) -> None:
+    def _end_one(self, op: Op, future: asyncio.Future[Any] | Call) -> None:
         now = time.perf_counter()
         result, failure = self._outcome(op, future)
-        if failure is None and op.way is _Way.STRAIGHT:
+        if failure is None and op.way is Way.STRAIGHT:
             result, failure = self._arrived(op, result)
-        if op.way is not _Way.ALONE and self._is_unclear(op, result, failure):
+        if op.way is not Way.ALONE and self._is_unclear(op, result, failure):
             if failure is not None:
                 self._only_s3dlio(failure.error)
             self._answered = True
             self._send_otherwise(op, now)
             self._pump()
             return
-        if failure is None and op.way is not _Way.STRAIGHT and op.kind is _Kind.RANGE:
+        if failure is None and op.way is not Way.STRAIGHT and op.kind is Kind.RANGE:
             failure = self._store(op, result)
-        elif failure is None and op.kind is _Kind.WHOLE and op.way is _Way.QUICK:
+        elif failure is None and op.kind is Kind.WHOLE and op.way is Way.QUICK:
             failure, result = self._store(op, result), op.length
         self._conclude(op, result, failure, now)
         self._pump()
 
-    def _arrived(self, op: _Op, result: Any) -> tuple[Any, Failure | None]:
+    def _arrived(self, op: Op, result: Any) -> tuple[Any, Failure | None]:
         """What an answer of rayloader's own client brought; it is in its place already."""
-        if op.kind is _Kind.PEEK:
+        if op.kind is Kind.PEEK:
             return result, None
         found: Found = result
         wrong = None
         has_grown = found.total > op.length and op.group.listed[op.index] >= 0
-        if op.kind is _Kind.WHOLE and (found.total < op.length or has_grown):
+        if op.kind is Kind.WHOLE and (found.total < op.length or has_grown):
             wrong = self._other_size(op, found.total)
         elif found.length != op.length:
             wrong = self._wrong_range(op, found.length)
         return op.length, Failure(wrong, passes=False) if wrong is not None else None
 
-    def _is_unclear(self, op: _Op, view: Any, failure: Failure | None) -> bool:
+    def _is_unclear(self, op: Op, view: Any, failure: Failure | None) -> bool:
         """What came leaves a question: how large the object is, or what it holds."""
         if failure is not None:
             return isinstance(failure.error, RangeIgnored)
-        if op.way is not _Way.QUICK:
+        if op.way is not Way.QUICK:
             return False
-        has_grown = op.kind is _Kind.WHOLE and len(view) > op.length
+        has_grown = op.kind is Kind.WHOLE and len(view) > op.length
         return has_grown and op.group.listed[op.index] >= 0
 
     def _only_s3dlio(self, why: Exception) -> None:
@@ -870,7 +760,7 @@ class ObjectStorage:
             self._straight.close()
         self._quick = self._straight = None
 
-    def _send_otherwise(self, op: _Op, now: float) -> None:
+    def _send_otherwise(self, op: Op, now: float) -> None:
         """Send it again, by s3dlio."""
         self._leave(op, now)
         op.slow = True
@@ -878,7 +768,7 @@ class ObjectStorage:
         self._queue.appendleft(op)
 
     @_in_turn
-    def _bundle_ended(self, ops: list[_Op], uris: list[str], future: asyncio.Future[Any]) -> None:
+    def _bundle_ended(self, ops: list[Op], uris: list[str], future: asyncio.Future[Any]) -> None:
         now = time.perf_counter()
         if future.cancelled() or future.exception() is not None:
             self._take_apart(ops, future, now)
@@ -888,7 +778,7 @@ class ObjectStorage:
                 self._conclude(op, op.length, self._store(op, views.get(uri)), now)
         self._pump()
 
-    def _take_apart(self, ops: list[_Op], future: asyncio.Future[Any], now: float) -> None:
+    def _take_apart(self, ops: list[Op], future: asyncio.Future[Any], now: float) -> None:
         """One of several has failed, so all have: they are asked for again one by one."""
         self._bundling.failed(now)
         _, failure = self._outcome(ops[0], future)
@@ -904,7 +794,7 @@ class ObjectStorage:
             self._retries += 1
             self._queue.appendleft(op)
 
-    def _conclude(self, op: _Op, result: Any, failure: Failure | None, now: float) -> None:
+    def _conclude(self, op: Op, result: Any, failure: Failure | None, now: float) -> None:
         """One request has ended."""
         self._leave(op, now)
         if op.scratch is not None:
@@ -920,7 +810,7 @@ class ObjectStorage:
             else:
                 self._failed(op, failure, now)
 
-    def _leave(self, op: _Op, now: float) -> None:
+    def _leave(self, op: Op, now: float) -> None:
         """Count a request as no longer in flight."""
         op.future = None
         self._beside -= op.beside
@@ -933,14 +823,14 @@ class ObjectStorage:
             del self._in_flight[op]
             self._stopped_running(op.group)
 
-    def _stopped_running(self, group: _Group) -> None:
+    def _stopped_running(self, group: Group) -> None:
         """One request less is in flight; with the lock held."""
         group.running -= 1
         if group.discarded and not group.running:
             self._leaving.discard(group)
             self._signal()
 
-    def _outcome(self, op: _Op, future: asyncio.Future[Any] | Call) -> tuple[Any, Failure | None]:
+    def _outcome(self, op: Op, future: asyncio.Future[Any] | Call) -> tuple[Any, Failure | None]:
         """What a request brought, or why it failed."""
         if not future.cancelled() and future.exception() is None:
             return future.result(), None
@@ -954,19 +844,19 @@ class ObjectStorage:
             return None, Failure(made(RangeIgnored, name, str(error), self._access), passes=False)
         actual = getattr(error, "actual", None)
         if actual is None:
-            if op.way in (_Way.QUICK, _Way.STRAIGHT):
-                said = of_obstore if op.way is _Way.QUICK else of_http
+            if op.way in (Way.QUICK, Way.STRAIGHT):
+                said = of_obstore if op.way is Way.QUICK else of_http
                 failure = said(name, error, self._access)
-                begins = op.kind is not _Kind.WHOLE or failure.passes
+                begins = op.kind is not Kind.WHOLE or failure.passes
                 if isinstance(failure.error, Truncated) and not begins:
                     failure = Failure(self._other_size(op, 0), passes=False)
                 return None, failure
             return None, of_s3dlio(name, self._client.uri(op.name), error, self._access)
-        if op.kind is _Kind.ASK or (actual > op.length and op.group.listed[op.index] < 0):
+        if op.kind is Kind.ASK or (actual > op.length and op.group.listed[op.index] < 0):
             return actual, None
         return None, Failure(self._other_size(op, actual), passes=False)
 
-    def _other_size(self, op: _Op, actual: int) -> StorageError:
+    def _other_size(self, op: Op, actual: int) -> StorageError:
         """The error for an object that has another size than it should."""
         group, expected = op.group, op.group.sizes[op.index]
         kind = Replaced if actual > expected else Truncated
@@ -974,13 +864,13 @@ class ObjectStorage:
         words = f"it has {actual:,} bytes, and had {expected:,} when it was {since}"
         return made(kind, group.name(op.index), words, self._access)
 
-    def _store(self, op: _Op, view: Any) -> Failure | None:
+    def _store(self, op: Op, view: Any) -> Failure | None:
         """Put bytes that have arrived into their place."""
         data = np.frombuffer(view, np.uint8) if view is not None else self._bytes[:0]
-        if op.kind is _Kind.WHOLE and op.group.listed[op.index] < 0:
+        if op.kind is Kind.WHOLE and op.group.listed[op.index] < 0:
             data = data[: op.length]  # it may have grown since it was measured
         if len(data) != op.length:
-            whole = op.kind is _Kind.WHOLE
+            whole = op.kind is Kind.WHOLE
             error = self._other_size(op, len(data)) if whole else self._wrong_range(op, len(data))
             return Failure(error, passes=False)
         place = op.group.places[op.index]
@@ -991,7 +881,7 @@ class ObjectStorage:
         if place != DROP:
             self._bytes[place : place + len(data)] = data
 
-    def _wrong_range(self, op: _Op, length: int) -> StorageError:
+    def _wrong_range(self, op: Op, length: int) -> StorageError:
         name = op.group.name(op.index)
         if length < op.length:
             return made(Truncated, name, "it ended before its size", self._access)
@@ -1005,7 +895,7 @@ class ObjectStorage:
 
     # What a request that went well leads to
 
-    def _measured(self, op: _Op, found: Any) -> None:
+    def _measured(self, op: Op, found: Any) -> None:
         group, i = op.group, op.index
         if found is None:
             self._ask(op, made(ObjectNotFound, group.name(i), "no such object", self._access))
@@ -1013,10 +903,10 @@ class ObjectStorage:
         group.sizes[i] = found.size
         self._may_be_small = found.size < self._peek_bytes
         if found.size > self._spec.part_bytes:
-            group.versions[i] = _Version(found.etag, found.size)
+            group.versions[i] = Version(found.etag, found.size)
         self._object_done(group)
 
-    def _peeked(self, op: _Op, view: Any) -> None:
+    def _peeked(self, op: Op, view: Any) -> None:
         """What came is all of the object, or it has to be asked for its size."""
         group, i = op.group, op.index
         data = np.frombuffer(view, np.uint8) if view is not None else None
@@ -1030,59 +920,59 @@ class ObjectStorage:
         self._beside += len(data)
         self._object_done(group)
 
-    def _measure_by_head(self, op: _Op) -> None:
-        self._queue.appendleft(_Op(op.group, op.index, _Kind.HEAD))
+    def _measure_by_head(self, op: Op) -> None:
+        self._queue.appendleft(Op(op.group, op.index, Kind.HEAD))
 
-    def _ask(self, op: _Op, why: StorageError) -> None:
+    def _ask(self, op: Op, why: StorageError) -> None:
         """A HEAD failed, whose answer has no body that could say why; a GET's has."""
-        asking = _Op(op.group, op.index, _Kind.ASK)
+        asking = Op(op.group, op.index, Kind.ASK)
         asking.why = why
         self._queue.appendleft(asking)
 
-    def _asked(self, op: _Op, _: Any) -> None:
+    def _asked(self, op: Op, _: Any) -> None:
         """The GET went well, so the HEAD's own words must do."""
         assert op.why is not None
         self._fail(op, op.why)
 
-    def _read_whole(self, op: _Op, length: int) -> None:
+    def _read_whole(self, op: Op, length: int) -> None:
         group, i = op.group, op.index
         if length > op.length:  # it has grown since it was measured: its first bytes are wanted
             group.parts_left[i] = 1
-            self._queue.appendleft(_Op(group, i, _Kind.RANGE, 0, op.length))
+            self._queue.appendleft(Op(group, i, Kind.RANGE, 0, op.length))
             return
         self._bytes_transferred += op.length
         self._object_done(group)
 
-    def _pinned(self, op: _Op, found: Any) -> None:
+    def _pinned(self, op: Op, found: Any) -> None:
         group, i = op.group, op.index
         if found is None:
             self._ask(op, made(ObjectNotFound, group.name(i), "no such object", self._access))
         elif found.size < group.sizes[i] or (found.size > group.sizes[i] and group.listed[i] >= 0):
             self._fail(op, self._other_size(op, found.size))
         else:
-            group.versions[i] = _Version(found.etag, found.size)
+            group.versions[i] = Version(found.etag, found.size)
             self._queue.extendleft(reversed(list(self._ranges(group, i))))
 
-    def _read_part(self, op: _Op, _: Any) -> None:
+    def _read_part(self, op: Op, _: Any) -> None:
         self._bytes_transferred += op.length
         self._part_done(op)
 
-    def _part_done(self, op: _Op) -> None:
+    def _part_done(self, op: Op) -> None:
         group, i = op.group, op.index
         group.parts_left[i] -= 1
         if group.parts_left[i]:
             return
         if i in group.versions and i not in group.failures:
-            self._queue.appendleft(_Op(group, i, _Kind.CHECK))
+            self._queue.appendleft(Op(group, i, Kind.CHECK))
         else:
             self._object_done(group)
 
-    def _checked(self, op: _Op, found: Any) -> None:
+    def _checked(self, op: Op, found: Any) -> None:
         """The version must be the one that the ranges began with; else they are read once more."""
         group, i = op.group, op.index
         if found is None:
             self._ask(op, made(ObjectNotFound, group.name(i), "no such object", self._access))
-        elif _Version(found.etag, found.size) == group.versions[i]:
+        elif Version(found.etag, found.size) == group.versions[i]:
             self._object_done(group)
         elif found.size < group.sizes[i]:
             self._fail(op, self._other_size(op, found.size))
@@ -1091,12 +981,12 @@ class ObjectStorage:
             self._fail(op, made(Replaced, group.name(i), words, self._access))
         else:
             group.read_again.add(i)
-            group.versions[i] = _Version(found.etag, found.size)
+            group.versions[i] = Version(found.etag, found.size)
             self._queue.extendleft(reversed(list(self._ranges(group, i))))
 
     # What one that failed leads to
 
-    def _failed(self, op: _Op, failure: Failure, now: float) -> None:
+    def _failed(self, op: Op, failure: Failure, now: float) -> None:
         error, passes = failure
         if passes:
             self._window.trouble(now)
@@ -1107,10 +997,10 @@ class ObjectStorage:
                 return
             if op.again:
                 error.add_note(f"asked {op.again + 1} times in {now - op.first:.1f} s")
-        elif op.kind is _Kind.PEEK and isinstance(error, Truncated):
+        elif op.kind is Kind.PEEK and isinstance(error, Truncated):
             self._measure_by_head(op)  # of an empty object no range can be asked for
             return
-        elif not (op.kind.is_read or op.kind is _Kind.ASK):
+        elif not (op.kind.is_read or op.kind is Kind.ASK):
             self._ask(op, error)
             return
         self._fail(op, error)
@@ -1121,7 +1011,7 @@ class ObjectStorage:
         longest = self._spec.retry_seconds
         return longest if self._answered else min(longest, FIRST_ANSWER_SECONDS)
 
-    def _pause(self, op: _Op, error: StorageError, seconds: float) -> None:
+    def _pause(self, op: Op, error: StorageError, seconds: float) -> None:
         """Send a request again, later."""
         _log.debug("sent again in %.2f s: %s", seconds, error)
         op.again += 1
@@ -1132,25 +1022,25 @@ class ObjectStorage:
         self._loop.call_later(seconds, self._send_again, op)
 
     @_in_turn
-    def _send_again(self, op: _Op) -> None:
+    def _send_again(self, op: Op) -> None:
         with self._lock:
             del self._pausing[op]
         self._queue.appendleft(op)
         self._pump()
 
-    def _fail(self, op: _Op, error: StorageError) -> None:
+    def _fail(self, op: Op, error: StorageError) -> None:
         op.group.failures.setdefault(op.index, error)
-        if op.kind is _Kind.RANGE:
+        if op.kind is Kind.RANGE:
             self._part_done(op)
         else:
             self._object_done(op.group)
 
-    def _object_done(self, group: _Group) -> None:
+    def _object_done(self, group: Group) -> None:
         group.unfinished -= 1
         if not group.unfinished:
             self._complete(group)
 
-    def _complete(self, group: _Group) -> None:
+    def _complete(self, group: Group) -> None:
         measured = group.stage is Stage.MEASURING
         with self._lock:
             if group.discarded:
@@ -1169,14 +1059,14 @@ class ObjectStorage:
         self._signal()
 
 
-_SUCCEEDED: dict[_Kind, Callable[[ObjectStorage, _Op, Any], None]] = {
-    _Kind.HEAD: ObjectStorage._measured,
-    _Kind.PEEK: ObjectStorage._peeked,
-    _Kind.ASK: ObjectStorage._asked,
-    _Kind.WHOLE: ObjectStorage._read_whole,
-    _Kind.PIN: ObjectStorage._pinned,
-    _Kind.RANGE: ObjectStorage._read_part,
-    _Kind.CHECK: ObjectStorage._checked,
+_SUCCEEDED: dict[Kind, Callable[[ObjectStorage, Op, Any], None]] = {
+    Kind.HEAD: ObjectStorage._measured,
+    Kind.PEEK: ObjectStorage._peeked,
+    Kind.ASK: ObjectStorage._asked,
+    Kind.WHOLE: ObjectStorage._read_whole,
+    Kind.PIN: ObjectStorage._pinned,
+    Kind.RANGE: ObjectStorage._read_part,
+    Kind.CHECK: ObjectStorage._checked,
 }
 
 
@@ -1208,7 +1098,7 @@ def _shut_down(
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
     callers: Callers,
-    in_flight: dict[_Op, None],
+    in_flight: dict[Op, None],
     pid: int,
 ) -> None:
     """Give up what is in flight and end the threads; one that hangs is left behind."""
