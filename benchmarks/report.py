@@ -90,15 +90,17 @@ def markdown(record: dict[str, Any]) -> str:
     known = [
         f"{name} {facts[name]}" for name in ("ray", "torch", "s3dlio", "obstore") if name in facts
     ]
+    rows = rows_of(record)
+    all_met = all(row["met"] for row in rows)
     lines = [
         f"From one run of `{facts['command']}` on {facts['date']} ({facts['cpu']}, "
         f"{facts['memory']}, Linux {facts['kernel']}; Python {facts['python']}, "
         f"{', '.join(known)}; "
         f"{record['rounds']} rounds, {record['seconds']} s; the machine's load average while it "
-        f"ran, itself included: {min(load):.0f} to {max(load):.0f}). Not every target is met; the "
-        "table says which.",
+        f"ran, itself included: {min(load):.0f} to {max(load):.0f}). "
+        + ("Every target is met." if all_met else "Not every target is met; the table says which."),
         "",
-        markdown_table(rows_of(record)),
+        markdown_table(rows),
     ]
     return "\n".join(lines)
 
