@@ -177,9 +177,10 @@ class ReaderActor:
 
         options = self._options
         access = access if access is not None else Access.found(os.environ, options)
+        scheme = _scheme(catalog)
         storage = open_storage(
             StorageSpec(
-                scheme=_scheme(catalog),
+                scheme=scheme,
                 concurrency=options.concurrency,
                 part_bytes=options.part_bytes,
                 scratch_bytes=options.memory_bytes,
@@ -202,7 +203,7 @@ class ReaderActor:
         return {
             "pid": os.getpid(),
             "engine": storage.engine,
-            "client": object_engine(options.client, access),
+            "client": storage.engine if scheme == "s3" else object_engine(options.client, access),
             "affinity": sorted(os.sched_getaffinity(0)),
         }
 

@@ -341,7 +341,7 @@ def catalog_command(
 @of_reader("ray", WAY, "Which Ray: auto, private, cluster, or HOST:PORT.")
 @of_reader("cpus", WAY, "CPUs of a reader: those of its rank, or all of the node.")
 @_of_bucket
-@of_reader("client", OBJECTS, "What reads small S3 objects and ranges.")
+@of_reader("client", OBJECTS, "What reads S3 objects and ranges.")
 @of_reader("request_timeout", OBJECTS, "A request that takes longer is sent again [s].")
 @of_reader("retry_seconds", OBJECTS, "How long one object is asked for again [s].")
 @of_reader("verify", FAULTS, "Compare every file with its checksum in the catalog.")

@@ -116,6 +116,8 @@ class Callers:
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
+            if thread is threading.current_thread():
+                continue  # the last to use what is closed
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start_thread(self) -> None:

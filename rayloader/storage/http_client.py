@@ -40,6 +40,7 @@ _HOPED = re.compile(
     rb"(?>.*?\r\ncontent-length:) *(\d{1,18}) *\r\n)",  # the first such field decides
     re.S,
 )
+_PLAIN = re.compile(r"[\x21-\x7e]+")
 _NUMBER = re.compile(rb"\d{1,18}")
 _WORDS_END = re.compile(rb"</Error>|(?:\A|\r\n)0\r\n")
 _CODE = re.compile(rb"<Code>(\w+)</Code>")
@@ -343,7 +344,7 @@ def _connected(address: tuple[str, int], call: Call) -> socket.socket:
         try:
             return _made(socket.socket(family, kind, protocol), where, call)
         except OSError as error:
-            failure = error
+            failure = error.with_traceback(None)  # whose frame has this variable, and the call
     raise failure or OSError("no address")
 
 
@@ -413,7 +414,10 @@ class Signer:
 
 
 def reaches(access: Access) -> bool:
-    """Whether this client can be used: an endpoint of plain HTTP, no proxy before it, and keys."""
+    """Whether this client can be used: an endpoint of plain HTTP, no proxy between, and keys.
+
+    What goes into a request's head must be plain ASCII without blanks.
+    """
     try:
         server = urlsplit(access.endpoint)
         host, _ = (server.hostname or "").encode("idna"), server.port
@@ -421,7 +425,11 @@ def reaches(access: Access) -> bool:
         return False
     if server.scheme != "http" or not host or server.path.strip("/"):
         return False
-    return server.username is None and access.has_keys and not _is_proxied(server.netloc)
+    said = [server.netloc, access.region_in_force]
+    said += [access.secrets[name] for name in AWS_KEYS if access.secrets.get(name)]
+    if server.username is not None or not access.has_keys or not all(map(_PLAIN.fullmatch, said)):
+        return False
+    return not _is_proxied(server.netloc)
 
 
 def _is_proxied(host: str) -> bool:

@@ -18,8 +18,8 @@ tell is s3dlio's. Without obstore small objects are asked for a few per call of 
 calls at once, unless one by one brings more. A call for several fails as a whole; then its objects
 are read one by one, which says what is wrong.
 
-Requests are sent again here and nowhere else: s3dlio's own repetitions are turned off. How many
-are in flight is the caller's ceiling, and less while the storage throttles or does not answer.
+Requests are sent again here and nowhere else: the clients' own repetitions are turned off, but for a
+connection that the server had closed before it was used again. How many are in flight is the caller's ceiling, and less while the storage throttles or does not answer.
 """
 
 from __future__ import annotations
@@ -126,8 +126,9 @@ def open_objects(spec: StorageSpec) -> ObjectStorage:
         return ObjectStorage(spec, access, client, straight=HttpClient(access))
     if spec.client == "http":
         raise OptionError(
-            f"client='http' reads from an endpoint of http://, with keys and past no proxy, not "
-            f"from {access.destination}: set endpoint_url, or client='auto'"
+            f"client='http' reads from an endpoint of http://HOST:PORT, with keys of plain ASCII "
+            f"and no proxy between, not from {access.destination}: set endpoint_url, or "
+            f"client='auto'"
         )
     quick = None
     if spec.client != "s3dlio":
@@ -136,7 +137,7 @@ def open_objects(spec: StorageSpec) -> ObjectStorage:
 
 
 def object_engine(client: str, access: Access) -> str:
-    """What reads small S3 objects with this option ``client``, as receipts name it."""
+    """What reads S3 objects with this option ``client``, as receipts name it."""
     if client in ("auto", "http") and reaches(access):
         return "http"
     return "s3dlio" if client == "s3dlio" or not is_installed() else "obstore"
@@ -169,7 +170,8 @@ class ObjectStorage:
         self._bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
-        """Guards what both threads look at: groups' ``running`` and ``discarded``, and these."""
+        """Guards what the owner's thread and others look at: groups' ``running`` and ``discarded``,
+        and these."""
         self._groups: dict[int, Group] = {}
         self._done: dict[int, Group] = {}
         self._leaving: set[Group] = set()
@@ -210,7 +212,14 @@ class ObjectStorage:
         self._thread.start()
         # Also without close, and when the interpreter ends: threads must not outlive their owner.
         self._end = weakref.finalize(
-            self, _shut_down, self._loop, self._thread, self._callers, self._in_flight, self._pid
+            self,
+            _shut_down,
+            self._loop,
+            self._thread,
+            self._callers,
+            straight,
+            self._in_flight,
+            self._pid,
         )
 
     # ---- the protocol, in the owner's thread
@@ -342,8 +351,6 @@ class ObjectStorage:
             return
         self._closed = True
         self._end()
-        if self._straight is not None:
-            self._straight.close()
         # In a forked child the turn may be that of a thread which was not copied.
         with self._turn if self._pid == os.getpid() else contextlib.nullcontext():
             os.close(self._event)
@@ -487,6 +494,9 @@ class ObjectStorage:
         while self._queue and self._room > 0 and not self._closed:
             op = self._queue[0]
             self._choose(op)
+            if op.kind is Kind.RANGE and op.beside > self._range_bytes:
+                self._cut(self._queue.popleft())
+                continue
             if op.kind is Kind.RANGE and self._in_flight and not self._has_room_for(op.beside, 0):
                 break  # until another has been put into place
             if op.way is not Way.STRAIGHT and not self._in_loop:
@@ -509,6 +519,18 @@ class ObjectStorage:
         if self._in_flight and not self._ticking:
             self._ticking = True
             self._loop.call_soon_threadsafe(self._tick)
+
+    def _cut(self, op: Op) -> None:
+        """Ask for a range by pieces: it was to go straight into place, and has to be copied now."""
+        step = self._range_bytes
+        pieces = [
+            Op(op.group, op.index, op.kind, op.offset + at, min(step, op.length - at))
+            for at in range(0, op.length, step)
+        ]
+        for piece in pieces:
+            piece.slow, piece.again, piece.first = op.slow, op.again, op.first
+        op.group.parts_left[op.index] += len(pieces) - 1
+        self._queue.extendleft(reversed(pieces))
 
     @_in_turn
     def _pump_in_turn(self) -> None:
@@ -755,15 +777,15 @@ class ObjectStorage:
 
     def _only_s3dlio(self, why: Exception) -> None:
         """Others cannot be used here."""
-        _log.debug("from now on only s3dlio is asked: %s", why)
         if self._straight is not None:
+            _log.warning("from now on objects are read by s3dlio: %s", why)
             self._straight.close()
         self._quick = self._straight = None
 
     def _send_otherwise(self, op: Op, now: float) -> None:
         """Send it again, by s3dlio."""
         self._leave(op, now)
-        op.slow = True
+        op.slow, op.late = True, False
         self._retries += 1
         self._queue.appendleft(op)
 
@@ -1098,6 +1120,7 @@ def _shut_down(
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
     callers: Callers,
+    straight: HttpClient | None,
     in_flight: dict[Op, None],
     pid: int,
 ) -> None:
@@ -1119,8 +1142,11 @@ def _shut_down(
         stop_when_idle()
 
     loop.call_soon_threadsafe(give_up)
-    thread.join(2 * REQUESTS_END_SECONDS)
+    if thread is not threading.current_thread():  # which may be what drops the storage
+        thread.join(2 * REQUESTS_END_SECONDS)
     callers.close(REQUESTS_END_SECONDS)
+    if straight is not None:
+        straight.close()
 
 
 def _remember_defect(

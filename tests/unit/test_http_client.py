@@ -525,6 +525,14 @@ def test_it_reaches_endpoints_of_plain_http(endpoint, reached):
     assert not reaches(Access(endpoint, secrets={AWS_KEYS[0]: "key"}))
 
 
+@pytest.mark.parametrize("odd", ["two\nlines", "a blank", "\udcff", "ü"])
+def test_what_no_head_can_hold_is_left_to_others(odd):
+    endpoint = "http://here:9000"
+    assert not reaches(Access(endpoint, secrets=KEYS | {AWS_KEYS[2]: odd}))
+    assert not reaches(Access(endpoint, secrets=KEYS | {AWS_KEYS[1]: odd}))
+    assert not reaches(Access(endpoint, odd, secrets=KEYS))
+
+
 @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"])
 def test_it_does_not_reach_past_a_proxy(monkeypatch, name):
     here, there = (Access(f"http://{host}:9000", secrets=KEYS) for host in ("here", "there"))

@@ -4,9 +4,11 @@ s3dlio is a stand-in here, that has every object; what the server answers is scr
 """
 
 import contextlib
+import gc
 import os
 import select
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -221,3 +223,55 @@ def waited_for(child, seconds=5):
         return os.waitpid(child, 0)[1]
     finally:
         killer.cancel()
+
+
+class Large(S3dlio):
+    """Has a large object, and knows how much of it was asked for at once."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.lengths = body, []
+
+    async def get_range(self, uri, offset, length):
+        self.lengths.append(length)
+        return self.body[offset : offset + length]
+
+    async def head(self, uri):
+        return type("Head", (), {"size": len(self.body), "etag": "etag"})
+
+
+def test_ranges_that_were_to_go_straight_are_asked_of_s3dlio_by_pieces_that_fit(caplog):
+    page = 4096
+    body = os.urandom(8 * page + 5)
+    chunked = b"HTTP/1.1 206 Partial Content\r\ntransfer-encoding: chunked\r\n\r\n"
+    with contextlib.closing(Server(*[chunked] * 3)) as server:
+        access, client = Access(server.endpoint, secrets=SECRETS), Large(body)
+        spec = StorageSpec(
+            scheme="s3", concurrency=4, part_bytes=4 * page, ranges_bytes=4 * page, retry_seconds=0
+        )
+        storage = ObjectStorage(spec, access, client, straight=HttpClient(access))
+        with contextlib.closing(storage):
+            memory = bytearray(len(body))
+            storage.attach(memoryview(memory))
+            assert not read(storage, size=len(body)).failures
+            assert nothing_is_left(storage)
+    assert memory == body
+    assert max(client.lengths) == page
+    assert sum(client.lengths) == len(body)
+    assert ["read by s3dlio" in line for line in caplog.messages] == [True]
+
+
+def test_a_storage_that_is_dropped_leaves_no_thread():
+    before = set(threading.enumerate())
+    with contextlib.closing(Server(partial(BODY))) as server:
+        access = Access(server.endpoint, secrets=SECRETS)
+        spec = StorageSpec(scheme="s3", concurrency=4)
+        storage = ObjectStorage(spec, access, S3dlio(), straight=HttpClient(access))
+        storage.attach(memoryview(bytearray(16)))
+        read(storage)
+        del storage
+        deadline = time.monotonic() + 10
+        while any(one.name.startswith("rayloader") for one in set(threading.enumerate()) - before):
+            assert time.monotonic() < deadline
+            gc.collect()
+            time.sleep(0.01)
