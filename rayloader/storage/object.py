@@ -18,8 +18,9 @@ tell is s3dlio's. Without obstore small objects are asked for a few per call of 
 calls at once, unless one by one brings more. A call for several fails as a whole; then its objects
 are read one by one, which says what is wrong.
 
-Requests are sent again here and nowhere else: the clients' own repetitions are turned off, but for a
-connection that the server had closed before it was used again. How many are in flight is the caller's ceiling, and less while the storage throttles or does not answer.
+Requests are sent again here and nowhere else: the clients' own repetitions are turned off. (But a
+connection that the server had closed before it was used again is replaced.) How many are in flight
+is the caller's ceiling, and less while the storage throttles or does not answer.
 """
 
 from __future__ import annotations
