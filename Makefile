@@ -3,7 +3,7 @@
 #
 #   make demo     read 1,000 files on two ranks, with torch's DataLoader beside it
 #   make test     the tests, but for the slow ones
-#   make test-slow   the slow ones: several nodes, a cluster, notebooks, two DLIO jobs
+#   make test-slow   the slow ones: several nodes, a cluster, notebooks, two DLIO jobs, s3dlio alone
 #   make check    style, types
 #   make bench    the figures of the README; takes about 12 minutes of a quiet machine
 #   make bench-objects   the same for object storage; 15 minutes

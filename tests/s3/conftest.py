@@ -145,9 +145,9 @@ def first_use(session_proxy, s3):
     os.environ.update(before)
 
 
-@pytest.fixture(params=CLIENTS)
+@pytest.fixture(params=["http", "obstore", pytest.param("s3dlio", marks=pytest.mark.slow)], ids=str)
 def client(request):
-    """What reads small objects."""
+    """What reads objects. s3dlio has its turn among the slow tests: nothing asks it first."""
     return request.param
 
 
