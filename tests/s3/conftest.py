@@ -145,9 +145,9 @@ def first_use(session_proxy, s3):
     os.environ.update(before)
 
 
-@pytest.fixture(params=["http", "obstore", pytest.param("s3dlio", marks=pytest.mark.slow)], ids=str)
+@pytest.fixture(params=["http", "obstore", pytest.param("s3dlio", marks=pytest.mark.slow)])
 def client(request):
-    """What reads objects. s3dlio has its turn among the slow tests: nothing asks it first."""
+    """What reads objects; s3dlio has its turn among the slow tests, for time's sake."""
     return request.param
 
 
